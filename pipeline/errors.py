@@ -12,9 +12,10 @@ PipelineError            1   a bug, unless a child says otherwise
 │   ├── ClusterSilent    6   the cluster does not answer, so it is unknown whether it accepted the job
 │   ├── QueueFull        6   the queue takes no more jobs of this user
 │   └── BudgetReached    6   the work would exceed the project's budget
-└── JobFailed            7   a job ran and failed
-    ├── CacheFull        7   the disk or the quota under the cache is full
-    └── NodeUnfit        7   the node of a job cannot do its work
+├── JobFailed            7   a job ran and failed
+│   ├── CacheFull        7   the disk or the quota under the cache is full
+│   └── NodeUnfit        7   the node of a job cannot do its work
+└── AllocationEnded     75   the allocation ends before the run; the next one continues
 
 An error says what went wrong, where, and the next command to type. A bad *item* is never an error: it is a
 `records.Rejection`, counted and reported.
@@ -132,3 +133,9 @@ class CacheFull(JobFailed):
 
 class NodeUnfit(JobFailed):
     """The node of a job cannot do its work; another one may."""
+
+
+class AllocationEnded(PipelineError):
+    """The allocation ends before the run; the next one continues."""
+
+    exit_code = 75

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+NODE = "PIPELINE_NODE"  # in the environment of a task on several nodes: 0/2 and a name for this start
 LOWEST_COSINE = "lowest cosine to"  # begins the figure that says how close embeddings are; the reference follows
 NOT_FINITE = "is not finite"  # so a training that `train.nan: stop` ends says of a loss or a gradient
 
@@ -206,6 +207,22 @@ class Event:
     data: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """The node of this process among those of its task, and a name for this start of the task."""
+
+    number: int = 0
+    nodes: int = 1
+    meeting: str = ""
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> NodePlace:
+        """Read what the executor of an allocation says; by default a task has one node."""
+        place, _, meeting = environment.get(NODE, "0/1").partition(" ")
+        number, _, nodes = place.partition("/")
+        return cls(int(number), int(nodes), meeting)
+
+
 @dataclass(frozen=True)
 class RankPlace:
     """The rank of this process, the world size, and the start of the ranks that it belongs to."""
@@ -218,12 +235,12 @@ class RankPlace:
     host: str = field(default_factory=socket.gethostname)
 
     @classmethod
-    def parse(cls, part: str, meeting: str) -> RankPlace:
-        """Parse our launcher's arguments: `1/3`, all on this node, and a name for the start."""
+    def parse(cls, part: str, meeting: str, nodes: int = 1) -> RankPlace:
+        """Parse our launcher's arguments: `1/3`, and a name for the start; as many ranks are on each node."""
         rank, _, world = part.partition("/")
         if not (rank.isdigit() and world.isdigit() and int(rank) < int(world)):
             raise ValueError(f"`{part}` is not a rank and how many there are, as in 0/2")
-        return cls(int(rank), int(world), int(rank), 1, meeting)
+        return cls(int(rank), int(world), int(rank) % (int(world) // nodes), nodes, meeting)
 
     @classmethod
     def by_slurm(cls, environment: Mapping[str, str], attempt: int = 1) -> RankPlace | None:

@@ -188,7 +188,7 @@ StageToRun: TypeAlias = Annotated[
 ]
 StageOption: TypeAlias = Annotated[str | None, one_of((*STAGES, "all"), "--stage", "The same as STAGE.", hidden=True)]
 Where: TypeAlias = Annotated[
-    str | None, one_of(("local", "slurm"), "--executor", "Where to run. Default: cluster.executor.")
+    str | None, one_of(("local", "slurm", "allocation"), "--executor", "Where to run. Default: cluster.executor.")
 ]
 Only: TypeAlias = Annotated[bool, option("--only", "Run this stage alone. Assume that its prerequisites are done.")]
 DamageList: TypeAlias = Annotated[

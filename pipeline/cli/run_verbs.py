@@ -122,6 +122,7 @@ def run_submission(submission: Submission, *, follow: bool, ended: Ended = None)
 
     with RunProgress() as progress, checked(submission, progress.planning, _note) as submission:
         executor, config = submission.executor, submission.project.config
+        follow = follow or config.cluster.executor == "allocation"  # which ends with the script that typed this
         folder, is_new = create(submission)
         watch = f"  watch it: {_status_of(folder)}"
         if not is_new:

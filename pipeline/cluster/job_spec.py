@@ -140,6 +140,7 @@ class Job:
     fork_server: tuple[str, ...] = ()  # the command of what tasks of this run are forked from, on one machine
     sees: tuple[str, ...] = ()  # folders that a task needs where it runs in a container; none: it runs in no container
     fork_words: int = 0  # how many of the last arguments a fork gets; 0: these tasks are not forked
+    log_stem: str = ""  # how the paths of its one task's logs begin, if not by its id
 
     @property
     def section(self) -> str:
@@ -168,7 +169,7 @@ class Job:
 
     def log_paths(self, job: JobId, task: int) -> tuple[str, str]:
         """Return the paths of the task's stdout and stderr."""
-        stem = os.path.join(self.log_dir, f"{job}_{task}")  # noqa: PTH118 - wanted for 10,000 tasks at once
+        stem = self.log_stem or os.path.join(self.log_dir, f"{job}_{task}")  # noqa: PTH118 - 10,000 tasks at once
         return f"{stem}.out", f"{stem}.err"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,17 @@ def _cgroup_limits(proc: Path, cgroups: Path) -> list[int]:
             with contextlib.suppress(OSError, ValueError):  # "max" is no number
                 limits.append(int((folder / name).read_text()))
     return limits
+
+
+def reachable_addresses(*names: str) -> list[str]:
+    """Return the names and addresses under which other nodes may reach this one, those given first."""
+    owned = (known for addresses in psutil.net_if_addrs().values() for known in addresses)
+    known = [*names, socket.gethostname(), *(known.address for known in owned if known.family == socket.AF_INET)]
+    return [name for name in dict.fromkeys(known) if not is_loopback(name)]
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address in ("localhost", "localhost.localdomain", "::1")
 
 
 def is_alive(pid: int, born: float = 0.0, *, seen: float = math.inf, uid: int | None = None) -> bool:

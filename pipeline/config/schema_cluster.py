@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore", 'Field name "validate" in "ClusterSection"', U
 
 
 class SlotsSection(Section):
-    """Resources of this machine that the local executor may use."""
+    """Resources of this machine, or of each node of an allocation, that tasks may use."""
 
     cpus: AutoCount = setting("auto", "CPU cores for all tasks together. auto: the cores that this process may use.")
     mem: AutoMemory = setting("auto", "Memory for all tasks together. auto: the free memory of the machine.")
@@ -179,6 +179,23 @@ class SlurmSection(Section):
             yield "prices", f"has {self.prices[odd[0]]:g} for {odd[0]}: use a number of at least 0"
 
 
+class AllocationSection(Section):
+    """Nodes that a scheduler has given to you. pipeline starts tasks on them (executor: allocation)."""
+
+    hosts: Path | None = setting(
+        None, "File with a host a line, such as `node1 slots=16 gpus=4`. null: as Slurm, PBS or LSF list them."
+    )
+    start: tuple[Line, ...] = setting(
+        (), "Command before a program on a node, with {host}. Empty: srun, pbs_tmrsh or pbsdsh, blaunch, or ssh."
+    )
+    time: Duration | None = setting(None, "Time until the allocation ends. null: from Slurm, PBS or LSF.")
+    grace: Duration = setting(90, "Time before that end at which trainings save their state and the run stops.")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.start and not any("{host}" in word for word in self.start):
+            yield "start", "names no {host}: use for example [ssh, -o, BatchMode=yes, '{host}']"
+
+
 class SupervisorSection(Section):
     """The small process that checks tasks, retries failures and starts the next stage."""
 
@@ -207,7 +224,9 @@ class NotifySection(Section):
 class ClusterSection(Section):
     """Where tasks run and which resources they request."""
 
-    executor: Literal["local", "slurm"] = setting("local", "Where tasks run. local: this machine; slurm: a cluster.")
+    executor: Literal["local", "slurm", "allocation"] = setting(
+        "local", "Where tasks run. local: this machine; slurm: a cluster; allocation: the nodes of the current job."
+    )
     site: Line | None = setting(None, "Profile of the cluster: a file, or a name in configs/sites. null: none.")
     runs: Path = setting(Path("runs"), "Folder of runs: logs, events, frozen configurations.")
     private: bool = setting(True, "Make run folders readable only by their owner.")
@@ -216,6 +235,7 @@ class ClusterSection(Section):
     )
     slots: SlotsSection = SlotsSection()
     slurm: SlurmSection = SlurmSection()
+    allocation: AllocationSection = AllocationSection()
     supervisor: SupervisorSection = SupervisorSection()
     notify: NotifySection = NotifySection()
     scan: StageResources = StageResources()

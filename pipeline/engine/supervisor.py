@@ -34,6 +34,7 @@ from pipeline.engine.dispatch import Dispatch, is_over
 from pipeline.engine.handover import STOPPED_CODE, NextVisit, claim_visit, own_job, own_name, refuse_elsewhere
 from pipeline.engine.notices import notify, notify_of_waits
 from pipeline.errors import (
+    AllocationEnded,
     CacheFull,
     CacheUnusable,
     ClusterSilent,
@@ -171,6 +172,9 @@ class Supervisor:
         except (KeyboardInterrupt, SupervisorStopped):
             if not self.executor.outlives:  # else the next supervisor finds the jobs
                 self._end(State.STOPPED, "stopped by a signal; finished work is kept", STOPPED_CODE)
+            raise
+        except AllocationEnded as error:
+            self._end(State.STOPPED, str(error), error.exit_code)
             raise
         except PASSING as error:
             if not (self.is_job or self._live()):  # else the next visit goes on, or `pipeline resume`

@@ -36,7 +36,7 @@ from pipeline.memory.runtime.meters import GpuSampler, highest_resident_bytes
 from pipeline.project.project import Project
 from pipeline.project.restriction import only_of
 from pipeline.project.run_code import WORKER, module_command
-from pipeline.records import EventKind, RankPlace, TaskContext
+from pipeline.records import EventKind, NodePlace, RankPlace, TaskContext
 from pipeline.stages import script as script_stage
 from pipeline.stages import table
 from pipeline.store.cache_folder import update_indexes
@@ -85,12 +85,13 @@ def main(words: Sequence[str]) -> int:
     folder = RunFolder(Path(arguments.run))
     place = _place(arguments) if table.known_stage(arguments.stage).together else None
     part = (place.rank, place.world) if place else _part(arguments.part) if arguments.part else None
-    writer = f"{arguments.stage}-{arguments.task:06d}" + (f"-{part[0]}" if part else "")
+    node = NodePlace.of(os.environ)
+    writer = f"{arguments.stage}-{arguments.task:06d}" + (f"-{part[0]}" if part else f"-node{node.number}" if node.number else "")
     facts: dict[str, Any] = {"stage": arguments.stage, "task": arguments.task, "attempt": arguments.attempt}
     ledger = Ledger(folder, writer)
     try:
         # It reports for the whole task: no other process of ours started it
-        leads = part is None or (part[0] == 0 and not arguments.part)
+        leads = node.number == 0 if part is None else part[0] == 0 and not arguments.part
         if leads:
             ledger.emit(EventKind.TASK_STARTED, **facts, host=socket.gethostname())
         config = from_resolved(folder.config.read_text(), str(folder.config))
@@ -104,7 +105,9 @@ def main(words: Sequence[str]) -> int:
             # Each of its processes sees all GPUs, as under torchrun
             if stage.is_script:
                 words = [*words, "--lent", os.environ.get(VISIBLE, "")]
-            return (_together if stage.together else _fan_out)(words, folder, processes, ledger, facts)
+            if not stage.together:
+                return _fan_out(words, folder, processes, ledger, facts)
+            return _together(words, folder, processes, node, ledger if leads else None, facts)
         if stage.together:
             for number in ENDING:
                 signal.signal(number, _hear)
@@ -285,12 +288,19 @@ def _fan_out(words: Sequence[str], folder: RunFolder, processes: int, ledger: Le
     return failed[0] if failed else 0
 
 
-def _together(words: Sequence[str], folder: RunFolder, processes: int, ledger: Ledger, facts: dict[str, Any]) -> int:
-    """Start the ranks of a task and wait for all; one that dies ends them all."""
+def _together(
+    words: Sequence[str],
+    folder: RunFolder,
+    processes: int,
+    node: NodePlace,
+    ledger: Ledger | None,
+    facts: dict[str, Any],
+) -> int:
+    """Start the ranks of a task on this node and wait for all; one that dies ends them all."""
     from pipeline.training.ranks.launch import launch_ranks
 
-    code = launch_ranks([*module_command(WORKER, folder), *words], processes)
-    if code == 0:
+    code = launch_ranks([*module_command(WORKER, folder), *words], processes, node)
+    if code == 0 and ledger:
         ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # the first rank reports them
     return code
 
@@ -298,7 +308,7 @@ def _together(words: Sequence[str], folder: RunFolder, processes: int, ledger: L
 def _place(arguments: argparse.Namespace) -> RankPlace | None:
     """Return the rank of this process; None where it is to start the ranks."""
     if arguments.part:
-        return RankPlace.parse(arguments.part, arguments.meeting)
+        return RankPlace.parse(arguments.part, arguments.meeting, NodePlace.of(os.environ).nodes)
     return RankPlace.by_slurm(os.environ, arguments.attempt)
 
 

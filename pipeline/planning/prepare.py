@@ -126,7 +126,7 @@ def plan_facts(project: Project, table: str) -> dict[str, Any]:
         "resources": config.cluster.train.model_dump(mode="json", exclude={"time", "partition", "constraint"}),
         "cards": [card.model_dump(mode="json") for card in config.cluster.slurm.cards],
         "executor": config.cluster.executor,
-        "slots": config.cluster.slots.model_dump(mode="json") if config.cluster.executor == "local" else None,
+        "slots": config.cluster.slots.model_dump(mode="json") if config.cluster.executor != "slurm" else None,
         "task": code_of(project).trains,
         "table": table,
         "code": package_digest(),

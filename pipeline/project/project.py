@@ -351,7 +351,7 @@ def local_machine(slots: SlotsSection) -> Machine:
 
 def stays(config: Config) -> bool:
     """Tell whether the supervisor is a process that stays until the run has ended, instead of jobs that pay visits."""
-    return config.cluster.executor == "local" or config.cluster.supervisor.where == "login"
+    return config.cluster.executor != "slurm" or config.cluster.supervisor.where == "login"
 
 
 def open_executor(config: Config, poll_s: float | None = None) -> Executor:
@@ -360,6 +360,10 @@ def open_executor(config: Config, poll_s: float | None = None) -> Executor:
         from pipeline.cluster.slurm import SlurmExecutor
 
         return SlurmExecutor(config.cluster.slurm, poll_s=poll_s)
+    if config.cluster.executor == "allocation":
+        from pipeline.cluster.allocation import AllocationExecutor
+
+        return AllocationExecutor(config.cluster.allocation, config.cluster.slots, config.cluster.runs / ".nodes")
     return LocalExecutor(local_machine(config.cluster.slots))
 
 

@@ -351,7 +351,7 @@ def job_of(folder: RunFolder | None, config: Config, job: StageJob) -> Job:
 
 def _is_forked(config: Config, stage: Stage) -> bool:
     """Tell whether a stage's tasks are forked: on this machine, those that import torch and start no others."""
-    if stage.name not in FORKED or config.cluster.executor != "local" or stage.is_script:
+    if stage.name not in FORKED or config.cluster.executor == "slurm" or stage.is_script:
         return False
     resources = stage.resources(config)
     return not resources.gpus and getattr(resources, "world", 1) == 1

@@ -195,7 +195,7 @@ def _items_per_task(project: Project, missing: int, at_once: int) -> int:
     configured = project.config.cluster.scan.items_per_task
     if configured != "auto":
         return int(configured)
-    if project.config.cluster.executor == "local":
+    if project.config.cluster.executor != "slurm":
         return max(FEWEST_PER_TASK, min(MOST_PER_TASK, math.ceil(missing / (TASKS_PER_SLOT * at_once))))
     most = 60 * project.config.cluster.scan.minutes_per_task * ITEMS_PER_S
     return min(most, max(FEWEST_PER_JOB, math.ceil(missing / at_once)))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.verdict import GO_ON, SIGNALLED
 from pipeline.device.kinds import VISIBLE
+from pipeline.records import NodePlace
 from pipeline.training.ranks import LOST
 from pipeline.waiting import wait_for
 
@@ -30,16 +31,23 @@ ALONE_S = 25.0  # for the other ranks once one has failed: more than the rank mo
 TERM_S = 15.0  # after SIGTERM
 
 
-def launch_ranks(command: Sequence[str], world: int, *, alone_s: float = ALONE_S, term_s: float = TERM_S) -> int:
-    """Run a command as `world` ranks; return one exit code for all.
+def launch_ranks(
+    command: Sequence[str],
+    world: int,
+    node: NodePlace = NodePlace(),  # noqa: B008 - frozen
+    *,
+    alone_s: float = ALONE_S,
+    term_s: float = TERM_S,
+) -> int:
+    """Run a command as `world` ranks, here those of this node; return one exit code for all.
 
     It is that of the first rank that failed by its own fault; 75 where some have more to do; else 0.
     """
     processes = _RankProcesses()
     before = {number: signal.signal(number, processes.forward) for number in FORWARDED}
-    meeting = secrets.token_hex(8)
+    meeting, here = node.meeting or secrets.token_hex(8), world // node.nodes
     try:
-        for rank, own in enumerate(rank_environments(world)):
+        for rank, own in enumerate(rank_environments(here), start=node.number * here):
             processes.start([*command, "--part", f"{rank}/{world}", "--meeting", meeting], own)
         wait_for(lambda: processes.all_ended() or processes.failed, float("inf"), LOOK_EVERY_S)
     except BaseException:

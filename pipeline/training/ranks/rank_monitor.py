@@ -36,7 +36,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import psutil
+from pipeline.cluster.machine import is_loopback, reachable_addresses
 
 from pipeline.errors import JobFailed
 from pipeline.files import replacing
@@ -166,7 +166,7 @@ async def _gather(place: RankPlace, file: Path, shared: Mapping[str, Any], withi
             link.send({"problem": problem})
             link.close()
         raise JobFailed(problem, remedy=LOGS)
-    address = next((link.address for link in links.values() if not _is_loopback(link.address)), LOOPBACK)
+    address = next((link.address for link in links.values() if not is_loopback(link.address)), LOOPBACK)
     for link in links.values():
         link.send({"host": place.host, "shared": shared, "address": address})
     return Meeting(links, shared, address)
@@ -209,7 +209,7 @@ async def _attempt(place: RankPlace, content: Mapping[str, Any], until: float) -
         link.close()
         raise
     link.host = reply["host"]
-    return Meeting({0: link}, reply["shared"], reply["address"] if _is_loopback(link.address) else link.address)
+    return Meeting({0: link}, reply["shared"], reply["address"] if is_loopback(link.address) else link.address)
 
 
 async def _connect(addresses: Iterable[str], port: int) -> JsonLink:
@@ -224,16 +224,8 @@ async def _connect(addresses: Iterable[str], port: int) -> JsonLink:
 
 
 def addresses_of(place: RankPlace) -> list[str]:
-    """Return the names and addresses under which other nodes may reach this one, the likeliest first."""
-    if place.nodes == 1:
-        return [LOOPBACK]
-    owned = (known for addresses in psutil.net_if_addrs().values() for known in addresses)
-    names = [place.host, socket.gethostname(), *(known.address for known in owned if known.family == socket.AF_INET)]
-    return [name for name in dict.fromkeys(names) if not _is_loopback(name)]
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address in ("localhost", "localhost.localdomain", "::1")
+    """Return the names and addresses under which its ranks may reach this one, the likeliest first."""
+    return [LOOPBACK] if place.nodes == 1 else reachable_addresses(place.host)
 
 
 # Watching
