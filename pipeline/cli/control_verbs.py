@@ -64,7 +64,7 @@ def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile =
             return
     done = "is running: nothing to resume"
     if status.state is not State.RUNNING:
-        done = "resumed"
+        done, follow = "resumed", follow or frozen.cluster.executor == "allocation"
         if stays(frozen):
             pid, reader = start_supervisor(folder), StatusReader(folder)
             while follow and reader.read().pid != pid and not os.waitpid(pid, os.WNOHANG)[0]:

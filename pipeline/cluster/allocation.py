@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,13 +121,17 @@ class AllocationExecutor:
         self._folder = folder.absolute() / self._prefix[:-1]
         self._nodes: list[Node] = []
         self._ends_at: float | None = None
-        self._events = selectors.DefaultSelector()
-        self._listener: socket.socket | None = None
         self._words = {"token": secrets.token_hex(16), "answer": secrets.token_hex(16)}
         self._jobs: dict[JobId, _WaitingJob] = {}
         self._pieces: dict[int, tuple[AllocatedTask, Node, tuple[str, ...]]] = {}
         self._count = 0  # of pieces so far
         self._changed: dict[AllocatedTask, None] = {}
+
+    @property
+    def ends_at(self) -> float | None:
+        with suppress(ConfigError):
+            return self._ends_at if self._nodes else find_allocation(self._section).ends_at
+        return None
 
     def limits_of(self, request: Request = LEAST) -> Limits:
         try:
@@ -212,6 +217,8 @@ class AllocationExecutor:
 
     def close(self) -> None:
         """End every task, after its grace; an exception on the way (a second Ctrl-C) takes the grace away."""
+        if not self._nodes:
+            return
         until = time.monotonic() + self._grace_s
         try:
             self.cancel(self._jobs)
@@ -222,8 +229,8 @@ class AllocationExecutor:
                 self._hang_up(node)
             for node in self._nodes:
                 self._let_go(node)
-            if self._listener is not None:
-                self._listener.close()
+            self._nodes = []
+            self._listener.close()
             self._events.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -241,6 +248,7 @@ class AllocationExecutor:
             return
         allocation = find_allocation(self._section)
         self._folder.mkdir(parents=True, mode=0o700)
+        self._events = selectors.DefaultSelector()
         self._start_words, self._ends_at = allocation.start, allocation.ends_at
         self._listener = socket.create_server(("", 0), backlog=len(allocation.hosts))
         self._events.register(self._listener, selectors.EVENT_READ, self._admit)
@@ -285,7 +293,6 @@ class AllocationExecutor:
 
     def _admit(self) -> None:
         """Let a connection speak: an agent shows its word and its number."""
-        assert self._listener is not None
         connection, _address = self._listener.accept()
         link = Link(connection)
         self._events.register(link, selectors.EVENT_READ, lambda: self._greet(link))
@@ -364,6 +371,8 @@ class AllocationExecutor:
 
     def _advance(self, timeout_s: float) -> None:
         """Wait for news of the nodes, and start what can start."""
+        if not self._nodes:
+            return
         with signals_held():
             self._start_waiting()
         events = self._events.select(0 if self._changed else min(timeout_s, LOOK_EVERY_S))

@@ -227,6 +227,10 @@ class Executor(Protocol):
     def cluster(self) -> str:
         """The name of the cluster that jobs go to; empty where there is none, or it does not answer."""
 
+    @property
+    def ends_at(self) -> float | None:
+        """When it ends at the latest, and its jobs with it; None if that is unknown, or never."""
+
     def limits_of(self, request: Request = LEAST) -> Limits:
         """Return the limits for tasks with the cores and GPUs of a request, in its partition or else the default."""
 

@@ -190,6 +190,7 @@ class LocalExecutor:
 
     outlives: bool = False
     cluster: str = ""
+    ends_at: float | None = None
 
     def __init__(self, machine: Machine | None = None, *, grace_s: float = GRACE_S) -> None:
         """Use `machine`, by default this one; `grace_s` lies between SIGTERM and SIGKILL."""

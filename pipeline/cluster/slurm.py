@@ -47,6 +47,7 @@ class SlurmExecutor:
     """Submits to a cluster and asks it; jobs live on without it."""
 
     outlives: bool = True
+    ends_at: float | None = None
 
     def __init__(self, profile: SlurmSection, *, poll_s: float | None = None, patience_s: float = PATIENCE_S) -> None:
         """Look at jobs every `poll_s`, by default as the site says."""

@@ -220,7 +220,7 @@ class Supervisor:
             self.next.submit()
         pid = os.getpid()
         about = {"host": socket.gethostname(), "pid": pid, "born": born_at(pid), "uid": os.getuid(), "job": own_job()}
-        about |= {"name": own_name(), "cluster": self.executor.cluster}
+        about |= {"name": own_name(), "cluster": self.executor.cluster, "until": self.executor.ends_at}
         if self.status.state is State.WAITING:
             image = {"image": digest} if (digest := image_of(self.config)) else {}
             self._emit(EventKind.RUN_STARTED, stages=[stage.name for stage in self.stages], **image, **about)

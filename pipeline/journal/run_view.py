@@ -212,7 +212,7 @@ class ViewReader(StatusReader):
         is_here = status.host == socket.gethostname()
         if is_here and status.has_process:
             return False
-        return not queue.queued(status.successors) if status.successors else is_here
+        return not queue.queued(status.successors) if status.successors else is_here or time.time() > status.until
 
     def _supervisor(self) -> str:
         """Return which process or job supervises an active run; of an abandoned one, how its supervisor's log ends."""
