@@ -23,8 +23,6 @@ from pipeline.command_line import Command
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from pipeline.config.schema_cluster import AllocationSection
 
 HOST = "{host}"
@@ -84,7 +82,9 @@ def _read_hosts(path: Path) -> tuple[Host, ...]:
         named = [(words[0], dict(word.split("=", 1) for word in words[1:])) for words in lines if words]
         known = dict(named)
         counted = {name: count for name, count in Counter(name for name, _ in named).items() if count > 1}
-        return tuple(Host(name, _count(own, "slots") or counted.get(name), _count(own, "gpus")) for name, own in known.items())
+        return tuple(
+            Host(name, _count(own, "slots") or counted.get(name), _count(own, "gpus")) for name, own in known.items()
+        )
     except (OSError, ValueError) as error:
         what = f"cannot be read as a host file: {error}"
         raise ConfigError(what, where=str(path), remedy="write lines such as: node1 slots=16 gpus=4") from error

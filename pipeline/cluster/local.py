@@ -1,73 +1,66 @@
-"""Runs jobs as child processes of this one, with the meaning they have under Slurm.
+"""Runs tasks as child processes of this one, with the meaning they have under Slurm.
 
-A task starts when its cores, GPUs and memory are free; jobs that were submitted earlier go first, but one that does not
-fit does not hold up those that do. Memory is limited by sampling the whole process tree, not by a cgroup: that needs
-no rights and no set-up, and misses what lasts less than a sample. There are no threads: everything happens inside
-`step`, so limits hold only while a caller steps.
+Memory is limited by sampling the whole process tree, not by a cgroup: that needs no rights and no set-up, and misses
+what lasts less than a sample. Limits hold only while a caller steps.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 import selectors
 import signal
 import subprocess
 import time
-from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.fork_server import CAN_FORK, ForkServer, is_readable
-from pipeline.cluster.job_spec import LEAST, Limits, TaskState, TaskStatus, mebibytes
-from pipeline.cluster.machine import THREADS, Machine, Slots, count_oom_kills
+from pipeline.cluster.job_spec import TaskState, TaskStatus, mebibytes
+from pipeline.cluster.machine import THREADS, Machine, count_oom_kills
+from pipeline.cluster.placing import Node, PlacingExecutor
 from pipeline.cluster.processes import MARK, Guard, ProcessTable, cpu_s, send, used_bytes
-from pipeline.cluster.refusals import CPUS_ON_NODE, GPUS_ON_NODE, MEM_ON_NODE, refuse_beyond
 from pipeline.device.kinds import VISIBLE
-from pipeline.errors import SubmissionRefused
 from pipeline.waiting import signals_held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
-    from pipeline.cluster.job_spec import Job, JobId, Request
+    from pipeline.cluster.job_spec import Job, JobId
 
 LOOK_EVERY_S = 0.05  # limits are checked so often
 POLL_EVERY_S = 0.01  # exits are looked for so often, where the kernel does not tell of them
 GRACE_S = 10.0
-ORPHANED = "its process is gone"
 MEASURING_SHARE = 0.1  # at most this part of a core goes into measuring one task
 KILLED = 128 + signal.SIGKILL  # how a shell reports a program that was killed
 
 
 class LocalTask:
-    """A task on this machine, before, while and after it runs.
+    """A task on this machine, while and after it runs.
 
     Its first process leads a session of its own, so a Ctrl-C in the terminal does not reach it.
     """
 
-    def __init__(self, job_id: JobId, job: Job, number: int) -> None:
-        self.job_id, self.job, self.number = job_id, job, number
-        self.mark = f"{job_id}_{number}"
-        self.state, self.reason = TaskState.PENDING, ""
-        self.started: float | None = None
+    def __init__(self, job: Job, mark: str, gpus: tuple[str, ...]) -> None:
+        """Take a job of which it is the only task."""
+        self.job, self.mark, self.gpus = job, mark, gpus
+        (self.number,) = job.tasks
+        self.state, self.reason = TaskState.RUNNING, ""
+        self.started = time.time()
         self.ended: float | None = None
         self.exit_code: int | None = None
         self.signal: int | None = None
         self.peak_bytes: int | None = None
         self.cpu_s: float | None = None  # once it has ended
-        self.gpus: tuple[str, ...] = ()
 
     def status(self) -> TaskStatus:
         """Return what an executor reports of it."""
         return TaskStatus(
-            self.job_id,
+            "",
             self.number,
             self.state,
-            *self.job.log_paths(self.job_id, self.number),
+            *self.job.log_paths("", self.number),
             exit_code=self.exit_code,
             signal=self.signal,
             peak_rss_bytes=self.peak_bytes,
@@ -77,14 +70,12 @@ class LocalTask:
             reason=self.reason,
         )
 
-    def start(self, gpus: tuple[str, ...], grace_s: float, server: ForkServer | None) -> None:
+    def start(self, grace_s: float, server: ForkServer | None) -> None:
         """Start it, forked from a server where there is one, or raise OSError."""
-        self.gpus, self._grace_s, self.started = gpus, grace_s, time.time()
-        self._oom_kills = count_oom_kills()
-        env = task_environment(self.job, gpus, self.mark)
-        logs, command = self.job.log_paths(self.job_id, self.number), self.job.command(self.number)
+        self._grace_s, self._oom_kills = grace_s, count_oom_kills()
+        env = task_environment(self.job, self.gpus, self.mark)
+        logs, command = self.job.log_paths("", self.number), self.job.command(self.number)
         self.pid, self.exit_fd, self._reap = _start(self.job, logs, command, env, server)
-        self.state = TaskState.RUNNING
         time_s = self.job.request.time_s
         self._timeout_at = None if time_s is None else time.monotonic() + time_s
         self._measure_at = self._kill_at = 0.0
@@ -174,253 +165,174 @@ class LocalTask:
         return TaskState.FAILED, f"exit code {self.exit_code}"
 
 
-@dataclass(slots=True, eq=False)
-class _LocalJob:
-    """A submitted job and the state of its tasks."""
+class TaskRunner:
+    """Runs tasks on this machine while it is open; if its process is killed, a guard process ends them."""
 
-    id: JobId
-    job: Job
-    tasks: list[LocalTask]
-    pending: deque[LocalTask] = field(default_factory=deque)
-    running: int = 0
-
-
-class LocalExecutor:
-    """Runs jobs on this machine while it is open; if its process is killed, a guard process ends the tasks."""
-
-    outlives: bool = False
-    cluster: str = ""
-    ends_at: float | None = None
-
-    def __init__(self, machine: Machine | None = None, *, grace_s: float = GRACE_S) -> None:
-        """Use `machine`, by default this one; `grace_s` lies between SIGTERM and SIGKILL."""
-        self.machine = machine or Machine.detect()
-        self._slots = Slots(self.machine)
-        self._grace_s = grace_s
-        self._prefix = f"{secrets.token_hex(4)}."  # makes job ids unique, and so the marks of their processes
+    def __init__(self, grace_s: float, prefix: str, note: Callable[[int, TaskStatus], None]) -> None:
+        """Call `note` with each state of a piece; `grace_s` lies between SIGTERM and SIGKILL."""
+        self._grace_s, self._note = grace_s, note
+        self._prefix = prefix  # of the marks of its processes
         self._table = ProcessTable(self._prefix)
         self._guard: Guard | None = None
-        self._server: ForkServer | None = None
-        self._exits = selectors.DefaultSelector()
+        self.server: ForkServer | None = None
+        self.events = selectors.DefaultSelector()
         self._look_at = 0.0
-        self._jobs: dict[JobId, _LocalJob] = {}
-        self._waiting: list[_LocalJob] = []  # those with pending tasks, in the order of submission
-        self._running: list[LocalTask] = []
-        self._changed: dict[LocalTask, None] = {}  # since the last step; a set that keeps the order
+        self.running: dict[int, LocalTask] = {}  # by piece
 
-    def limits_of(self, request: Request = LEAST) -> Limits:  # noqa: ARG002
-        return Limits(mem_bytes=self.machine.mem_bytes)
-
-    def room(self) -> int | None:
-        return None
+    def serve(self, job: Job) -> None:
+        """Start the server that tasks of a job, or of later ones, are forked from."""
+        if not (job.fork_server and CAN_FORK) or self.server is not None:
+            return
+        self._guard = self._guard or Guard(self._prefix, self._grace_s)
+        env = task_environment(job, (), "")
+        del env[MARK]
+        with suppress(OSError):  # tasks get processes that were not forked
+            self.server = ForkServer(job.fork_server, env, f"{self._prefix}forks")
+            self.events.register(self.server, selectors.EVENT_READ)
 
     @property
-    def imported_bytes(self) -> int:
-        """The memory of a process that has imported the modules of its tasks; 0 if unknown."""
-        return self._server.imported_bytes if self._server else 0
+    def awaits_server(self) -> bool:
+        """Whether the server is still importing."""
+        return self.server is not None and not self.server.is_ready
 
-    def check(self, job: Job) -> None:
-        refuse_too_large(job, self.machine)
-
-    def starts(self, job: Job) -> float | None:
-        return time.time() if self._slots.fit(job.request) else None
-
-    def submit(self, job: Job) -> JobId:
-        self.check(job)
-        if tagged := [known.id for known in self._jobs.values() if job.tag and known.job.tag == job.tag]:
-            return tagged[0]
-        make_log_dir(job)
+    def start(self, piece: int, job: Job, gpus: tuple[str, ...]) -> None:
+        """Start the task of a job; one that cannot be started counts as failed."""
         self._guard = self._guard or Guard(self._prefix, self._grace_s)
-        self._serve(job)
-        submitted = self._known(f"{self._prefix}{len(self._jobs) + 1}", job)
-        submitted.pending += submitted.tasks
-        self._waiting.append(submitted)
-        return submitted.id
+        task = LocalTask(job, f"{self._prefix}{piece}", gpus)
+        try:
+            task.start(self._grace_s, self.server if job.fork_words and not self.awaits_server else None)
+        except OSError as error:
+            task.end(TaskState.FAILED, f"could not be started: {error}")
+        else:
+            self.running[piece] = task
+            if task.exit_fd is not None:
+                self.events.register(task.exit_fd, selectors.EVENT_READ)
+        self._note(piece, task.status())
 
-    def adopt(self, job_id: JobId, job: Job) -> None:
-        if job_id not in self._jobs:
-            for task in self._known(job_id, job).tasks:
-                self._end(task, TaskState.NODE_FAIL, ORPHANED)
-
-    def _known(self, job_id: JobId, job: Job) -> _LocalJob:
-        known = self._jobs[job_id] = _LocalJob(job_id, job, [LocalTask(job_id, job, number) for number in job.tasks])
-        return known
-
-    def reschedule(self, job_id: JobId, job: Job) -> None:
-        """Do nothing: no job of this machine waits for others."""
-
-    def recognize(self, names: Mapping[JobId, str]) -> None:
-        """Do nothing: no other program gives numbers to jobs of this machine."""
-
-    def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
-        return {task.job for task in self.status(jobs) if not task.state.ended}
-
-    def status(self, jobs: Iterable[JobId]) -> list[TaskStatus]:
-        known = (self._jobs[job] for job in jobs if job in self._jobs)
-        return [task.status() for job in known for task in job.tasks]
-
-    def step(self, timeout_s: float) -> list[TaskStatus]:
-        until = time.monotonic() + timeout_s
-        self._advance()
-        while not self._changed and (self._running or self._awaits_server) and (left_s := until - time.monotonic()) > 0:
-            self._await_exit(left_s)
-            self._advance()
-        changed, self._changed = self._changed, {}
-        return [task.status() for task in changed]
-
-    def cancel(self, jobs: Iterable[JobId], tasks: Collection[int] | None = None) -> None:
-        named = {job for job in jobs if job in self._jobs}
-        for job in (self._jobs[name] for name in named):
-            for task in [task for task in job.pending if tasks is None or task.number in tasks]:
-                job.pending.remove(task)
-                self._end(task, TaskState.CANCELLED, "cancelled")
-        for task in self._running:
-            if task.job_id in named and (tasks is None or task.number in tasks):
-                task.stop(TaskState.CANCELLED, "cancelled")
+    def stop(self, piece: int) -> None:
+        """Request the end of a task, after its grace period."""
+        if piece in self.running:  # else its end is on the way
+            self.running[piece].stop(TaskState.CANCELLED, "cancelled")
         self._look_at = 0.0
-        self._advance()
+
+    def watch(self) -> None:
+        """Check the running tasks when one has exited or the next check is due."""
+        exited = [task for task in self.running.values() if task.has_exited()]
+        for task in exited:
+            if task.exit_fd is not None:
+                self.events.unregister(task.exit_fd)
+                os.close(task.exit_fd)
+        now = time.monotonic()
+        if exited or now >= self._look_at:
+            self._look_at = now + LOOK_EVERY_S
+            self._table.refresh({task.pid: task.mark for task in self.running.values()})
+            for piece, task in list(self.running.items()):
+                if task.hold_to_limits(self._table.of(task.mark)):
+                    del self.running[piece]
+                    task.reap()
+                    self._note(piece, task.status())
+        self._hear_server()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a task's first process exits, a signal arrives, or the next check is due."""
+        notified = all(task.exit_fd is not None for task in self.running.values())
+        often_s = LOOK_EVERY_S if notified else POLL_EVERY_S
+        self.events.select(min(timeout_s, often_s) if self.running else timeout_s)
 
     def close(self) -> None:
         """End every task, after its grace; an exception on the way (a second Ctrl-C) takes the grace away."""
         try:
-            self.cancel(self._jobs)
-            while self._running:
-                self.step(self._grace_s)
+            self._end_all()
         finally:
-            self._kill_rest()
+            for task in self.running.values():
+                task.kill()
+            self._end_all()
             self._dismiss_server()
-            self._exits.close()
+            self.events.close()
             if self._guard is not None:
                 self._guard.dismiss()
                 self._guard = None
 
-    def __enter__(self) -> LocalExecutor:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _advance(self) -> None:
-        """Update the tasks, hold them to their limits, and start what can start."""
-        with signals_held():
-            self._watch()
-            self._hear_server()
-            self._start_waiting()
-
-    def _watch(self) -> None:
-        """Check the running tasks when one has exited or the next check is due."""
-        exited = [task for task in self._running if task.has_exited()]
-        for task in exited:
-            if task.exit_fd is not None:
-                self._exits.unregister(task.exit_fd)
-                os.close(task.exit_fd)
-        now = time.monotonic()
-        if not exited and now < self._look_at:
-            return
-        self._look_at = now + LOOK_EVERY_S
-        self._table.refresh({task.pid: task.mark for task in self._running})
-        for task in [task for task in self._running if task.hold_to_limits(self._table.of(task.mark))]:
-            self._running.remove(task)
-            self._slots.give_back(task.job.request, task.gpus)
-            self._jobs[task.job_id].running -= 1
-            task.reap()
-            self._changed[task] = None
-
-    def _start_waiting(self) -> None:
-        """Start the tasks for which there is room."""
-        for waiting in self._waiting:
-            job = waiting.job
-            most = job.max_parallel or len(job.tasks)
-            ready = not (job.fork_words and self._awaits_server)
-            while ready and waiting.pending and waiting.running < most and self._slots.fit(job.request):
-                self._start(waiting.pending.popleft())
-        self._waiting = [waiting for waiting in self._waiting if waiting.pending]
-
-    def _serve(self, job: Job) -> None:
-        """Start the server that tasks of a job, or of later ones, are forked from."""
-        if not (job.fork_server and CAN_FORK) or self._server is not None:
-            return
-        env = task_environment(job, (), "")
-        del env[MARK]
-        with suppress(OSError):  # tasks get processes that were not forked
-            self._server = ForkServer(job.fork_server, env, f"{self._prefix}forks")
-            self._exits.register(self._server, selectors.EVENT_READ)
-
-    @property
-    def _awaits_server(self) -> bool:
-        """Whether the server is still importing, for a job that is waiting."""
-        return self._server is not None and not self._server.is_ready and bool(self._waiting)
+    def _end_all(self) -> None:
+        for piece in self.running:
+            self.stop(piece)
+        while self.running:
+            with signals_held():
+                self.watch()
+            self.wait(LOOK_EVERY_S)
 
     def _hear_server(self) -> None:
         """Take in what the server says while it starts; without it, where it is gone."""
-        if self._server is None or self._server.is_ready:
+        if self.server is None or self.server.is_ready:
             return
         try:
-            if self._server.listen():
-                self._exits.unregister(self._server)
+            if self.server.listen():
+                self.events.unregister(self.server)
         except OSError:
-            self._exits.unregister(self._server)
+            self.events.unregister(self.server)
             self._dismiss_server()
 
     def _dismiss_server(self) -> None:
         """End the server; none of its forks is left."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-
-    def _start(self, task: LocalTask) -> None:
-        """Start one task; one that cannot be started counts as failed."""
-        gpus = self._slots.take(task.job.request)
-        try:
-            task.start(gpus, self._grace_s, self._server if task.job.fork_words else None)
-        except OSError as error:
-            self._slots.give_back(task.job.request, gpus)
-            self._end(task, TaskState.FAILED, f"could not be started: {error}")
-            return
-        if task.exit_fd is not None:
-            self._exits.register(task.exit_fd, selectors.EVENT_READ)
-        self._running.append(task)
-        self._jobs[task.job_id].running += 1
-        self._changed[task] = None
-
-    def _end(self, task: LocalTask, state: TaskState, reason: str) -> None:
-        """Record the end of a task that does not run."""
-        task.end(state, reason)
-        self._changed[task] = None
-
-    def _await_exit(self, timeout_s: float) -> None:
-        """Wait until a task's first process exits, a signal arrives, or the next check is due."""
-        notified = all(task.exit_fd is not None for task in self._running)
-        self._exits.select(min(timeout_s, LOOK_EVERY_S if notified else POLL_EVERY_S))
-
-    def _kill_rest(self) -> None:
-        """Kill all running tasks, without grace."""
-        for task in self._running:
-            task.kill()
-        while self._running:
-            self._look_at = 0.0
-            self._advance()
-            self._await_exit(LOOK_EVERY_S)
+        if self.server is not None:
+            self.server.close()
+            self.server = None
 
 
-def refuse_too_large(job: Job, machine: Machine) -> None:
-    """Refuse a job whose tasks this machine could never hold."""
-    if job.request.nodes > 1:
-        what = f"asks for {job.request.nodes} nodes; the local executor has one, this machine"
-        raise job.refused(what, ("{}.nodes", "1"), then=", or --executor slurm")
-    most = {CPUS_ON_NODE: machine.cpus, GPUS_ON_NODE: len(machine.gpus), MEM_ON_NODE: machine.mem_bytes}
+class ThisMachine(Node):
+    """The only node of the local executor."""
+
+    def __init__(self, machine: Machine, runner: TaskRunner) -> None:
+        super().__init__("", machine)
+        self._runner = runner
+
+    def start(self, piece: int, job: Job, gpus: tuple[str, ...]) -> None:
+        self._runner.start(piece, job, gpus)
+
+    def stop(self, piece: int) -> None:
+        self._runner.stop(piece)
+
+
+class LocalExecutor(PlacingExecutor):
+    """Runs jobs on this machine."""
+
     holder = "the local executor has {} for all tasks together"
-    refuse_beyond(job, ((kind, there, holder) for kind, there in most.items()))
 
+    def __init__(self, machine: Machine | None = None, *, grace_s: float = GRACE_S) -> None:
+        """Use `machine`, by default this one."""
+        super().__init__()
+        self.machine = machine or Machine.detect()
+        self.runner = TaskRunner(grace_s, self._prefix, self._note)
+        self._nodes = [ThisMachine(self.machine, self.runner)]
 
-def make_log_dir(job: Job) -> None:
-    """Make the folder of a job's logs."""
-    try:
-        Path(job.log_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        what = f"cannot create the log folder: {error.strerror}"
-        refused = job.refused(what, ("runs", "FOLDER"), then="   (a writable folder)")
-        raise SubmissionRefused(what, where=job.log_dir, remedy=refused.next) from error
+    @property
+    def imported_bytes(self) -> int:
+        """The memory of a process that has imported the modules of its tasks; 0 if unknown."""
+        return self.runner.server.imported_bytes if self.runner.server else 0
+
+    def submit(self, job: Job) -> JobId:
+        job_id = super().submit(job)
+        self.runner.serve(job)
+        return job_id
+
+    def close(self) -> None:
+        try:
+            self.cancel(self._jobs)
+        finally:
+            self.runner.close()
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._pieces) or (self.runner.awaits_server and bool(self._waiting))
+
+    def _is_ready(self, job: Job) -> bool:
+        return not (job.fork_words and self.runner.awaits_server)
+
+    def _await(self, timeout_s: float) -> None:
+        self.runner.wait(timeout_s)
+
+    def _watch(self) -> None:
+        self.runner.watch()
 
 
 def task_environment(job: Job, gpus: tuple[str, ...], mark: str) -> dict[str, str]:

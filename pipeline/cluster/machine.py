@@ -44,6 +44,13 @@ class Machine:
             mem_bytes=find_mem_bytes() if mem_bytes is None else mem_bytes,
         )
 
+    def at_once(self, request: Request) -> int:
+        """Return how many tasks, or pieces of tasks on several machines, run here at once."""
+        shares = [self.cpus // request.cpus_on_node]
+        shares += [len(self.gpus) // request.gpus] if request.gpus else []
+        shares += [self.mem_bytes // request.mem_bytes] if request.mem_bytes else []
+        return min(shares)
+
 
 class Slots:
     """The resources of a machine that are free."""
@@ -118,6 +125,7 @@ def reachable_addresses(*names: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
+    """Tell whether an address means the machine that uses it."""
     return address.startswith("127.") or address in ("localhost", "localhost.localdomain", "::1")
 
 

@@ -17,7 +17,7 @@ from pipeline.cluster import sbatch, slurm_commands
 from pipeline.cluster.accounting import Accounting, AccountingLook, CommandFailed
 from pipeline.cluster.following import Followed, Views
 from pipeline.cluster.job_spec import LEAST
-from pipeline.cluster.local import make_log_dir
+from pipeline.cluster.placing import make_log_dir
 from pipeline.cluster.refusals import refusal_of, transient
 from pipeline.cluster.site import Site
 from pipeline.cluster.slurm_commands import run_command, script_path, submit_text

@@ -86,7 +86,9 @@ def main(words: Sequence[str]) -> int:
     place = _place(arguments) if table.known_stage(arguments.stage).together else None
     part = (place.rank, place.world) if place else _part(arguments.part) if arguments.part else None
     node = NodePlace.of(os.environ)
-    writer = f"{arguments.stage}-{arguments.task:06d}" + (f"-{part[0]}" if part else f"-node{node.number}" if node.number else "")
+    writer = f"{arguments.stage}-{arguments.task:06d}" + (
+        f"-{part[0]}" if part else f"-node{node.number}" if node.number else ""
+    )
     facts: dict[str, Any] = {"stage": arguments.stage, "task": arguments.task, "attempt": arguments.attempt}
     ledger = Ledger(folder, writer)
     try:

@@ -418,7 +418,7 @@ class RunStatus:
     uid: int | None = None  # whose process it is
     born: float = 0.0  # when it was created
     seen: float = 0.0  # when it had begun its work
-    until: float = math.inf  # when its last supervisor has ended at the latest
+    until: float = float("inf")  # when its last supervisor has ended at the latest
     visits: int = 0
     unfinished: int = 0  # visits since the last that handed over
     successors: tuple[JobId, ...] = ()  # the jobs of the visit at work, where it is one, and of the next
@@ -474,7 +474,7 @@ class RunStatus:
         self.host, self.pid, self.uid = event.data["host"], event.data["pid"], event.data.get("uid")
         self.born, self.seen = event.data.get("born", 0.0), event.at
         self.cluster = event.data.get("cluster") or self.cluster
-        self.until = event.data.get("until") or math.inf
+        self.until = event.data.get("until") or float("inf")
 
     @property
     def queued_as(self) -> dict[JobId, str]:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.candidates import candidates_of, choose, why_there
 from pipeline.cluster.job_spec import TASK, Job, Request, format_ranges, parse_ranges
-from pipeline.cluster.local import LocalExecutor
 from pipeline.errors import CacheUnusable, PlanInfeasible, SubmissionRefused
 from pipeline.files import whose
 from pipeline.journal.attempts import Ask
@@ -182,13 +181,10 @@ def _own_job(
 
 def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
     """Return how many tasks of a stage can run at once."""
-    resources = stage.resources(config)
-    if not isinstance(executor, LocalExecutor) or stage.together:
-        most = limits_of(config, stage, executor).running_tasks
-        return stage.parallel(config) if most is None else min(stage.parallel(config), most)
-    machine = executor.machine
-    by_gpus = len(machine.gpus) // resources.gpus if resources.gpus else machine.cpus
-    return max(1, min(machine.cpus // resources.cpus, by_gpus))
+    most = limits_of(config, stage, executor).running_tasks
+    if most is not None and not executor.outlives and not stage.together:
+        return most
+    return stage.parallel(config) if most is None else min(stage.parallel(config), most)
 
 
 def limits_of(config: Config, stage: Stage, executor: Executor, partition: str = "") -> Limits:

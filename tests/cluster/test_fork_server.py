@@ -44,8 +44,8 @@ def forking() -> Iterator[LocalExecutor]:
 
 
 def server_pid(executor: LocalExecutor) -> int:
-    assert executor._server is not None
-    return executor._server._process.pid
+    assert executor.runner.server is not None
+    return executor.runner.server._process.pid
 
 
 def after(path: Path, spec: Job) -> Job:
@@ -115,7 +115,7 @@ def test_closing_ends_forks_and_server(tmp_path: Path) -> None:
     with ForkingExecutor(grace_s=0.3) as executor:
         job = executor.submit(python(tmp_path, WAITS))
         step_until(executor, lambda: executor.status([job])[0].state is TaskState.RUNNING)
-        pids = [server_pid(executor), *(task.pid for task in executor._running)]
+        pids = [server_pid(executor), *(task.pid for task in executor.runner.running.values())]
         assert all(map(is_running, pids))
     assert not any(map(is_running, pids))
 

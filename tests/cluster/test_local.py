@@ -44,7 +44,7 @@ WRITES_PID = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(str(
 
 def pid_of(executor: LocalExecutor, job: str) -> int:
     step_until(executor, lambda: executor.status([job])[0].state is TaskState.RUNNING)
-    (pid,) = (task.pid for task in executor._running if task.job_id == job)
+    (pid,) = (executor.runner.running[piece].pid for piece in executor._jobs[job].tasks[0].pieces)
     return pid
 
 
@@ -144,9 +144,9 @@ for worker in range(4):
     os.wait()
 """
         job = local.submit(python(tmp_path, body, str(tmp_path / "go"), mem_bytes=self.LIMIT))
-        step_until(local, lambda: bool(local._running))
-        running = local._running[0]
-        step_until(local, lambda: len(local._table.of(running.mark)) == 5 and running.peak_bytes > 60 * MIB)
+        step_until(local, lambda: bool(local.runner.running))
+        (running,) = local.runner.running.values()
+        step_until(local, lambda: len(local.runner._table.of(running.mark)) == 5 and running.peak_bytes > 60 * MIB)
         for _ in range(5):
             running._measure_at = 0.0
             local.step(0.06)
@@ -169,7 +169,7 @@ await_file(sys.argv[2])
         job = local.submit(python(tmp_path, body, str(tmp_path / "large"), str(tmp_path / "go"), mem_bytes=self.LIMIT))
         out = Path(local.status([job])[0].stdout)
         step_until(local, lambda: out.exists() and out.read_text() == "read\n")
-        local._look_at = 0.0
+        local.runner._look_at = 0.0
         local.step(0.1)
         (tmp_path / "go").touch()
         assert finish(local, job)[0].state is TaskState.COMPLETED
@@ -253,7 +253,7 @@ class TestClosing:
         with LocalExecutor(SMALL, grace_s=0.1) as executor:
             waits = executor.submit(python(tmp_path, WAITS))
             stubborn = executor.submit(python(tmp_path, IGNORES_TERM))
-            pids = [pid_of(executor, waits), pid_of(executor, stubborn), executor._guard._process.pid]
+            pids = [pid_of(executor, waits), pid_of(executor, stubborn), executor.runner._guard._process.pid]
         assert not any(map(is_there, pids))
         assert {task.state for task in executor.status([waits, stubborn])} == {TaskState.CANCELLED}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.journal.run_status import State
+from pipeline.journal.run_status import State, StatusReader
 from tests.slurm.test_by_hand import ROOT
 from tests.testkit.cluster import Cluster
 from tests.testkit.project import Project, make_project
@@ -31,7 +31,7 @@ from pipeline.tasks.interface import Interface
 
 class Slow(Interface):
     def loss(self, model, batch):
-        if os.path.exists(os.path.join(os.path.dirname(__file__), "SLOW")):
+        if os.path.exists("{slow}"):
             time.sleep(8)
         return super().loss(model, batch)
 '''
@@ -69,7 +69,7 @@ def test_the_next_job_continues_a_training_that_the_end_of_the_first_has_stopped
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     cluster.settle()
     project = make_project(tmp_path / "project", 12, **SETTINGS, cluster__train__nodes=3)
-    (project.folder / "slow.py").write_text(TASK)
+    (project.folder / "slow.py").write_text(TASK.format(slow=project.folder / "SLOW"))
     shape = ("--layers", "2", "--dim", "32", "--heads", "2", "--out", "esm2_small.pt")
     assert project.types("weights", "synth", *shape).code == 0
     whole = Project(shutil.copytree(project.folder, tmp_path / "whole"))
@@ -77,13 +77,13 @@ def test_the_next_job_continues_a_training_that_the_end_of_the_first_has_stopped
     (project.folder / "SLOW").touch()
     code, said = submits(cluster, project, minutes=5)
     assert code == 75, said
-    assert project.status.state is State.STOPPED
+    assert StatusReader(project.run).read().state is State.STOPPED
     (project.folder / "SLOW").unlink()
     before = {path.name for path in project.folder.glob("models/*/checkpoints/step-*")}
     assert before, said
     code, said = submits(cluster, project, minutes=15)
     assert code == 0, said
-    assert project.status.state is State.DONE
+    assert StatusReader(project.run).read().state is State.DONE
 
     assert whole.submits("train", "--set=cluster.train.nodes=1", "--set=cluster.train.ranks=3").code == 0
     assert model(project) == model(whole)

@@ -37,7 +37,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.machine import is_loopback, reachable_addresses
-
 from pipeline.errors import JobFailed
 from pipeline.files import replacing
 from pipeline.training.ranks import HUNG, LOST, RankLost
