@@ -173,16 +173,15 @@ class AllocationExecutor(PlacingExecutor):
         self._agents, self._nodes = [], []
 
     def _open(self) -> None:
-        """Start the agents, and wait until those that can come have come; later, until there is one."""
-        is_new = not self._agents
-        if is_new:
+        """Start the agents, and wait for those that are coming; one that does not come in time is given up."""
+        if not self._agents:
             self._start_agents()
         until = time.monotonic() + START_S
-        while (
-            any(node.is_coming for node in self._agents) and (is_new or not self.machines) and time.monotonic() < until
-        ):
+        while (coming := [node for node in self._agents if node.is_coming]) and time.monotonic() < until:
             self._await(LOOK_EVERY_S)
             self._watch()
+        for node in coming:
+            node.wait()
         if not self.machines:
             first = self._agents[0]
             what = f"no node of this allocation could start a program; {first.name}: {first.last_words()}"

@@ -13,7 +13,7 @@ import pytest
 from pipeline.journal.run_status import State, StatusReader
 from tests.slurm.test_by_hand import ROOT
 from tests.testkit.cluster import Cluster
-from tests.testkit.project import Project, make_project
+from tests.testkit.project import TRAIN, Project, make_project
 from tests.testkit.slurm_runs import until
 from tests.testkit.trained import weights
 
@@ -38,12 +38,9 @@ class Slow(Interface):
 SETTINGS: dict[str, Any] = {
     "embed__weights": "esm2_small.pt",
     "train__task": "slow:Slow",
-    "train__options": {"embedding_dim": 32, "width": 16, "layers": 2, "pair_width": 8, "dropout": 0.2},
-    "train__split": None,
-    "train__effective_batch": 4,
-    "train__epochs": 20,
-    "train__evaluate__split": None,
-    "train__validation__split": None,
+    **{name: value for name, value in TRAIN.items() if name != "train__task"},
+    "train__effective_batch": 3,
+    "train__epochs": 15,
     "cluster__train__ranks": 1,
     "cluster__allocation__grace": "40s",
 }
@@ -70,12 +67,12 @@ def test_the_next_job_continues_a_training_that_the_end_of_the_first_has_stopped
     cluster.settle()
     project = make_project(tmp_path / "project", 12, **SETTINGS, cluster__train__nodes=3)
     (project.folder / "slow.py").write_text(TASK.format(slow=project.folder / "SLOW"))
-    shape = ("--layers", "2", "--dim", "32", "--heads", "2", "--out", "esm2_small.pt")
+    shape = ("--layers", "2", "--dim", "16", "--heads", "2", "--out", "esm2_small.pt")
     assert project.types("weights", "synth", *shape).code == 0
     whole = Project(shutil.copytree(project.folder, tmp_path / "whole"))
 
     (project.folder / "SLOW").touch()
-    code, said = submits(cluster, project, minutes=5)
+    code, said = submits(cluster, project, minutes=7)
     assert code == 75, said
     assert StatusReader(project.run).read().state is State.STOPPED
     (project.folder / "SLOW").unlink()

@@ -83,5 +83,5 @@ def node_words(tmp_path: Path) -> Callable[..., list[str]]:
 
 def test_names_of_scripts_are_those_of_the_stages() -> None:
     stages = {"scan", "embed", "graph", "train", "evaluate", "predict", "validate"}
-    assert {path.stem for path in (ROOT / "sbatch").glob("*.sbatch")} == {*stages, "supervise"}
+    assert {path.stem for path in (ROOT / "sbatch").glob("*.sbatch")} == {*stages, "supervise", "allocation"}
     assert sbatch.template("embed") != sbatch.template("scan")
