@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,38 +45,16 @@ class LocalTask:
 
     def __init__(self, job: Job, mark: str, gpus: tuple[str, ...]) -> None:
         """Take a job of which it is the only task."""
-        self.job, self.mark, self.gpus = job, mark, gpus
+        self.job, self.mark, self.gpus, self.peak_bytes = job, mark, gpus, 0
         (self.number,) = job.tasks
-        self.state, self.reason = TaskState.RUNNING, ""
-        self.started = time.time()
-        self.ended: float | None = None
-        self.exit_code: int | None = None
-        self.signal: int | None = None
-        self.peak_bytes: int | None = None
-        self.cpu_s: float | None = None  # once it has ended
-
-    def status(self) -> TaskStatus:
-        """Return what an executor reports of it."""
-        return TaskStatus(
-            "",
-            self.number,
-            self.state,
-            *self.job.log_paths("", self.number),
-            exit_code=self.exit_code,
-            signal=self.signal,
-            peak_rss_bytes=self.peak_bytes,
-            cpu_s=self.cpu_s,
-            started=self.started,
-            ended=self.ended,
-            reason=self.reason,
-        )
+        self.logs = job.log_paths("", self.number)
+        self.status = TaskStatus("", self.number, TaskState.RUNNING, *self.logs, started=time.time())
 
     def start(self, grace_s: float, server: ForkServer | None) -> None:
         """Start it, forked from a server where there is one, or raise OSError."""
         self._grace_s, self._oom_kills = grace_s, count_oom_kills()
-        env = task_environment(self.job, self.gpus, self.mark)
-        logs, command = self.job.log_paths("", self.number), self.job.command(self.number)
-        self.pid, self.exit_fd, self._reap = _start(self.job, logs, command, env, server)
+        env, command = task_environment(self.job, self.gpus, self.mark), self.job.command(self.number)
+        self.pid, self.exit_fd, self._reap = _start(self.job, self.logs, command, env, server)
         time_s = self.job.request.time_s
         self._timeout_at = None if time_s is None else time.monotonic() + time_s
         self._measure_at = self._kill_at = 0.0
@@ -124,7 +103,7 @@ class LocalTask:
         used, limit = used_bytes(pids), self.job.request.mem_bytes
         cost_s = time.monotonic() - now
         self._measure_at = now + (cost_s / MEASURING_SHARE if len(pids) > 1 else 0.0)
-        self.peak_bytes = max(used, self.peak_bytes or 0) or None
+        self.peak_bytes = max(used, self.peak_bytes)
         if limit is not None and used > limit:
             self.stop(TaskState.OUT_OF_MEMORY, f"used {mebibytes(used)} of {mebibytes(limit)} requested")
             self.kill()
@@ -137,32 +116,35 @@ class LocalTask:
             send(signal.SIGTERM, pids)
         self._terminated = True
 
-    def reap(self) -> None:
-        """Take the exit status of the first process, and judge how the task ended."""
-        self.cpu_s = cpu_s(self.pid)
-        code = self._reap()
-        if code is not None:
-            self.exit_code, self.signal = (code, None) if code >= 0 else (None, -code)
-            self.end(*(self._verdict or self._judge()))
-        else:
-            self.end(*(self._verdict or (TaskState.UNKNOWN, "its exit status is unknown")))
+    def reap(self) -> TaskStatus:
+        """Take the exit status of the first process, and return how the task ended."""
+        spent_s, code = cpu_s(self.pid), self._reap()
+        return replace(
+            self.ended(*(self._verdict or self._judge(code))),
+            exit_code=code if code is not None and code >= 0 else None,
+            signal=-code if code is not None and code < 0 else None,
+            peak_rss_bytes=self.peak_bytes or None,
+            cpu_s=spent_s,
+        )
 
-    def end(self, state: TaskState, reason: str) -> None:
-        """Record how the task ended."""
-        self.state, self.reason, self.ended = state, reason, time.time()
+    def ended(self, state: TaskState, reason: str) -> TaskStatus:
+        """Return its status when it has ended so."""
+        return replace(self.status, state=state, reason=reason, ended=time.time())
 
-    def _judge(self) -> tuple[TaskState, str]:
-        """Judge the end of a task that this executor did not end itself."""
-        if self.exit_code == 0:
+    def _judge(self, code: int | None) -> tuple[TaskState, str]:
+        """Judge the end of a task that this executor did not end itself; a negative code is a signal."""
+        if code is None:
+            return TaskState.UNKNOWN, "its exit status is unknown"
+        if code == 0:
             return TaskState.COMPLETED, ""
-        if self.signal == signal.SIGKILL or self.exit_code == KILLED:
+        if code in (-signal.SIGKILL, KILLED):
             kills = count_oom_kills() - self._oom_kills
             if kills > 0:
                 return TaskState.OUT_OF_MEMORY, f"killed by the kernel: out of memory (oom_kill rose by {kills})"
             return TaskState.FAILED, "killed by signal 9 (outside this pipeline; the kernel's OOM killer?)"
-        if self.signal is not None:
-            return TaskState.FAILED, f"killed by signal {self.signal} ({signal.strsignal(self.signal)})"
-        return TaskState.FAILED, f"exit code {self.exit_code}"
+        if code < 0:
+            return TaskState.FAILED, f"killed by signal {-code} ({signal.strsignal(-code)})"
+        return TaskState.FAILED, f"exit code {code}"
 
 
 class TaskRunner:
@@ -202,12 +184,12 @@ class TaskRunner:
         try:
             task.start(self._grace_s, self.server if job.fork_words and not self.awaits_server else None)
         except OSError as error:
-            task.end(TaskState.FAILED, f"could not be started: {error}")
-        else:
-            self.running[piece] = task
-            if task.exit_fd is not None:
-                self.events.register(task.exit_fd, selectors.EVENT_READ)
-        self._note(piece, task.status())
+            self._note(piece, task.ended(TaskState.FAILED, f"could not be started: {error}"))
+            return
+        self.running[piece] = task
+        if task.exit_fd is not None:
+            self.events.register(task.exit_fd, selectors.EVENT_READ)
+        self._note(piece, task.status)
 
     def stop(self, piece: int) -> None:
         """Request the end of a task, after its grace period."""
@@ -229,8 +211,7 @@ class TaskRunner:
             for piece, task in list(self.running.items()):
                 if task.hold_to_limits(self._table.of(task.mark)):
                     del self.running[piece]
-                    task.reap()
-                    self._note(piece, task.status())
+                    self._note(piece, task.reap())
         self._hear_server()
 
     def wait(self, timeout_s: float) -> None:

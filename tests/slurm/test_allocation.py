@@ -32,7 +32,7 @@ from pipeline.tasks.interface import Interface
 class Slow(Interface):
     def loss(self, model, batch):
         if os.path.exists("{slow}"):
-            time.sleep(8)
+            time.sleep(20)
         return super().loss(model, batch)
 '''
 SETTINGS: dict[str, Any] = {
@@ -72,7 +72,7 @@ def test_the_next_job_continues_a_training_that_the_end_of_the_first_has_stopped
     whole = Project(shutil.copytree(project.folder, tmp_path / "whole"))
 
     (project.folder / "SLOW").touch()
-    code, said = submits(cluster, project, minutes=7)
+    code, said = submits(cluster, project, minutes=6)
     assert code == 75, said
     assert StatusReader(project.run).read().state is State.STOPPED
     (project.folder / "SLOW").unlink()
