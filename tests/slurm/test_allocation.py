@@ -53,6 +53,8 @@ def submits(cluster: Cluster, project: Project, minutes: int) -> tuple[int, str]
     size = ["--cpus-per-task=2", "--mem=4G", f"--time={minutes}", f"--output={log}", f"--chdir={project.folder}"]
     job = cluster.run("sbatch", "--parsable", *size, str(ROOT / "sbatch/allocation.sbatch")).stdout.strip()
 
+    assert job
+
     def state() -> str:
         return cluster.run("sacct", "-XnPj", job, "-o", "State,ExitCode").stdout.strip()
 
