@@ -138,7 +138,7 @@ def test_a_run_keeps_the_code_it_was_submitted_with(make_project):
 class Silent:
     """An executor whose cluster does not answer."""
 
-    outlives, cluster = True, ""
+    outlives, cluster, ends_at = True, "", None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def ask(*_: object, **__: object) -> Any:

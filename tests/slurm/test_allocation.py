@@ -1,4 +1,4 @@
-"""All stages in one job of three nodes, by the script that people submit; the next job continues a training."""
+"""Stages in one job of three nodes, by the script that people submit; the next job continues a training."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ SETTINGS: dict[str, Any] = {
     "embed__weights": "esm2_small.pt",
     "train__task": "slow:Slow",
     **{name: value for name, value in TRAIN.items() if name != "train__task"},
-    "train__effective_batch": 3,
-    "train__epochs": 15,
+    "train__effective_batch": 4,
+    "train__epochs": 20,
     "cluster__train__ranks": 1,
     "cluster__allocation__grace": "40s",
 }
@@ -67,10 +67,12 @@ def test_the_next_job_continues_a_training_that_the_end_of_the_first_has_stopped
 ) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     cluster.settle()
-    project = make_project(tmp_path / "project", 12, **SETTINGS, cluster__train__nodes=3)
+    project = make_project(tmp_path / "project", 12, **SETTINGS, cluster__train__nodes=2)
     (project.folder / "slow.py").write_text(TASK.format(slow=project.folder / "SLOW"))
     shape = ("--layers", "2", "--dim", "16", "--heads", "2", "--out", "esm2_small.pt")
     assert project.types("weights", "synth", *shape).code == 0
+    project.finishes("graph")
+    assert project.types("plan", "train", "--set=cluster.executor=allocation").code == 0  # the plan is kept
     whole = Project(shutil.copytree(project.folder, tmp_path / "whole"))
 
     (project.folder / "SLOW").touch()
@@ -84,7 +86,7 @@ def test_the_next_job_continues_a_training_that_the_end_of_the_first_has_stopped
     assert code == 0, said
     assert StatusReader(project.run).read().state is State.DONE
 
-    assert whole.submits("train", "--set=cluster.train.nodes=1", "--set=cluster.train.ranks=3").code == 0
+    assert whole.submits("train", "--set=cluster.train.nodes=1", "--set=cluster.train.ranks=2").code == 0
     assert model(project) == model(whole)
 
 
