@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.cluster.job_spec import parse_ranges
 from pipeline.journal.run_folder import runs_in, writing_run
-from pipeline.journal.run_status import ENDED, StatusReader
+from pipeline.journal.run_status import ENDED, NO_JOB, StatusReader
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -167,9 +167,7 @@ def _took_s(task: TaskRecord, attempt: Attempt) -> float:
 
 def _units(job: StageJob | None, unit: str) -> int:
     """Return how many cores or GPUs a task of a job has."""
-    if job is None:
-        return 1 if unit == "core" else 0
-    return job.cores if unit == "core" else job.cards
+    return (job or NO_JOB).cores if unit == "core" else (job or NO_JOB).cards
 
 
 def _most_s(job: StageJob, unit: str) -> int:

@@ -105,6 +105,9 @@ class StageJob:
         return replace(reported(cls, data), at=at)
 
 
+NO_JOB = StageJob("", "", "", 0, Ask(0, 0))  # in place of one that a ledger does not have: a core and no GPU
+
+
 @dataclass(slots=True)
 class TimeSlots:
     """Counts over time; slots double their width before they become too many, and events may come in any order."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import read_resolved
 from pipeline.config.schema_cluster import StageResources
-from pipeline.journal.run_status import State
+from pipeline.journal.run_status import NO_JOB, State
 from pipeline.project.project import cluster_name, profiles_of
 from pipeline.report.plan_tables import Estimate
 from pipeline.report.stage_lines import unit_of, wait_lines
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from pipeline.memory.history import Suggestion
     from pipeline.project.project import Project
     from pipeline.stages.jobs import StagePlan
+
+    Ran = Sequence[tuple[Attempt, StageJob]]  # attempts that have ended, each with its job
 
 TIME_MARGIN = 1.5
 TIME_STEP_S = 300
@@ -124,12 +126,12 @@ def suggested_memory(config: Config, planned: StageJob | None) -> Suggestion | N
 def used(stage: StageStatus, config: Config, mem: Suggestion | None) -> StageUse:
     """Return what a stage has used."""
     ended = [attempt for task in stage.work.values() for attempt in task.ended]
-    jobs = stage.jobs
+    ran = [(attempt, stage.jobs.get(attempt.job, NO_JOB)) for attempt in ended]
     peaks = [attempt.peak_rss_bytes for attempt in ended if attempt.peak_rss_bytes]
     took = [attempt.elapsed_s for attempt in ended if attempt.elapsed_s > 0]
     limit = max((attempt.ask.time_s for attempt in ended), default=0) or None
     done = [attempt for attempt in ended if attempt.cause is Cause.DONE]
-    first = stage.planned or next(iter(jobs.values()), None)
+    first = stage.planned or next(iter(stage.jobs.values()), None)
     return StageUse(
         stage=stage.title,
         tasks=sum(not task.split for task in stage.work.values()),
@@ -143,7 +145,7 @@ def used(stage: StageStatus, config: Config, mem: Suggestion | None) -> StageUse
         peak_bytes=max(peaks, default=None),
         median_peak_bytes=int(median(peaks)) if peaks else None,
         mem_used=_share((attempt.peak_rss_bytes, attempt.ask.mem_bytes, attempt.elapsed_s) for attempt in ended),
-        cpu_used=_share((attempt.cpu_s, _cores_of(jobs, attempt) * attempt.elapsed_s, 1.0) for attempt in ended),
+        cpu_used=_share((attempt.cpu_s, job.cores * attempt.elapsed_s, 1.0) for attempt, job in ran),
         limit_s=limit,
         longest_s=max(took, default=None),
         median_s=median(took) if took else None,
@@ -152,23 +154,13 @@ def used(stage: StageStatus, config: Config, mem: Suggestion | None) -> StageUse
         gpu_total_bytes=max((attempt.gpu_total_bytes for attempt in ended if attempt.gpu_total_bytes), default=None),
         gpu_busy=_share((attempt.gpu_busy, 1.0, attempt.elapsed_s) for attempt in ended),
         items_per_s=_share((attempt.done, attempt.elapsed_s, 1.0) for attempt in done),
-        core_hours=sum(_cores_of(jobs, attempt) * _took_s(attempt) for attempt in ended) / 3600,
-        gpu_hours=sum(_cards_of(jobs, attempt) * _took_s(attempt) for attempt in ended) / 3600,
+        core_hours=sum(job.cores * _took_s(attempt) for attempt, job in ran) / 3600,
+        gpu_hours=sum(job.cards * _took_s(attempt) for attempt, job in ran) / 3600,
         planned_bytes=(first.planned_bytes or None) if first else None,
         why=first.why if first else "",
-        suggested=tuple(_suggestions(stage.name, config, ended, jobs, mem)),
-        advice=tuple(_advice(stage.name, config, ended, jobs)),
+        suggested=tuple(_suggestions(stage.name, config, ran, mem)),
+        advice=tuple(_advice(stage.name, config, ran)),
     )
-
-
-def _cores_of(jobs: Mapping[str, StageJob], attempt: Attempt) -> int:
-    """Return the cores of an attempt, on all of its nodes."""
-    return jobs[attempt.job].cores if attempt.job in jobs else 1
-
-
-def _cards_of(jobs: Mapping[str, StageJob], attempt: Attempt) -> int:
-    """Return the GPUs of an attempt, on all of its nodes."""
-    return jobs[attempt.job].cards if attempt.job in jobs else 0
 
 
 def _took_s(attempt: Attempt) -> float:
@@ -176,17 +168,17 @@ def _took_s(attempt: Attempt) -> float:
     return attempt.elapsed_s + attempt.earlier_s
 
 
-def _advice(name: str, config: Config, ended: Sequence[Attempt], jobs: Mapping[str, StageJob]) -> Iterator[str]:
+def _advice(name: str, config: Config, ran: Ran) -> Iterator[str]:
     """Yield which CPUs and GPUs were mostly unused, as far as measured, and what would be enough."""
     resources = config.cluster.resources(name)
-    if (cores := _cores(ended, jobs)) and cores < resources.cpus:
+    if (cores := _cores(ran)) and cores < resources.cpus:
         yield f"used {cores} of {resources.cpus} CPUs"
-    telling = [attempt for attempt in ended if _cards_of(jobs, attempt) and attempt.elapsed_s >= TELLING_S]
+    telling = [attempt for attempt, job in ran if job.cards and attempt.elapsed_s >= TELLING_S]
     busy = _share((attempt.gpu_busy, 1.0, attempt.elapsed_s) for attempt in telling)
     if busy is not None and busy < IDLE_GPU:
         yield f"GPUs were busy {busy:.0%} of the time: loading is slower, give it more CPUs (cluster.{name}.cpus)"
-    peak = max((attempt.gpu_peak_bytes or 0 for attempt in ended), default=0)
-    total = max((attempt.gpu_total_bytes or 0 for attempt in ended), default=0)
+    peak = max((attempt.gpu_peak_bytes or 0 for attempt, _ in ran), default=0)
+    total = max((attempt.gpu_total_bytes or 0 for attempt, _ in ran), default=0)
     if peak and total and (slice_bytes := _slice_for(peak, total)):
         cut, whole = round(slice_bytes / GIB), round(total / GIB)
         yield f"the GPU peak of {format_bytes(peak)} would fit a {cut} GB slice of its {whole} GB"
@@ -205,11 +197,9 @@ def _share(parts: Iterable[tuple[float | None, float, float]]) -> float | None:
     return sum(used * weight for used, _, weight in known) / total if total else None
 
 
-def _suggestions(
-    name: str, config: Config, ended: Sequence[Attempt], jobs: Mapping[str, StageJob], mem: Suggestion | None
-) -> list[Suggested]:
+def _suggestions(name: str, config: Config, ran: Ran, mem: Suggestion | None) -> list[Suggested]:
     """Return better requests for the next run, where they differ from the configured ones."""
-    key, resources = f"cluster.{name}", config.cluster.resources(name)
+    key, resources, ended = f"cluster.{name}", config.cluster.resources(name), [attempt for attempt, _ in ran]
     suggestions = []
     if mem is not None and mem.tasks:
         suggestions.append(Suggested(f"{key}.mem", _asked(ended), mem.mem_bytes, mem.why))
@@ -217,7 +207,7 @@ def _suggestions(
         time_s = max(1, ceil(TIME_MARGIN * longest / TIME_STEP_S)) * TIME_STEP_S
         why = f"{TIME_MARGIN:g} × the longest task ({short_seconds(longest)}), in steps of {TIME_STEP_S // 60}m"
         suggestions.append(Suggested(f"{key}.time", int(resources.time), time_s, why))
-    if (cores := _cores(ended, jobs)) and cores < resources.cpus:
+    if (cores := _cores(ran)) and cores < resources.cpus:
         why = f"the busiest task used {cores} of {resources.cpus}"
         suggestions.append(Suggested(f"{key}.cpus", resources.cpus, cores, why))
     return [suggested for suggested in suggestions if suggested.value != suggested.was]
@@ -228,19 +218,13 @@ def _asked(ended: Sequence[Attempt]) -> int:
     return max((attempt.ask.mem_bytes for attempt in ended if attempt.number == 1), default=0)
 
 
-def _cores(ended: Sequence[Attempt], jobs: Mapping[str, StageJob]) -> int | None:
+def _cores(ran: Ran) -> int | None:
     """Return how many cores of a process are enough if less than half of their time was used; else None."""
-    telling = [attempt for attempt in ended if attempt.cpu_s is not None and attempt.elapsed_s >= TELLING_S]
-    share = _share((attempt.cpu_s, _cores_of(jobs, attempt) * attempt.elapsed_s, 1.0) for attempt in telling)
+    telling = [(attempt.cpu_s, attempt.elapsed_s, job) for attempt, job in ran if attempt.elapsed_s >= TELLING_S]
+    share = _share((cpu_s, job.cores * elapsed_s, 1.0) for cpu_s, elapsed_s, job in telling)
     if share is None or share >= SPARE_CPUS:
         return None
-    return max(1, ceil(max(_busy_cores(jobs, attempt) for attempt in telling)))
-
-
-def _busy_cores(jobs: Mapping[str, StageJob], attempt: Attempt) -> float:
-    """Return how many cores a process of an attempt kept busy."""
-    job = jobs.get(attempt.job)
-    return (attempt.cpu_s or 0.0) / attempt.elapsed_s / (job.ranks * job.nodes if job else 1)
+    return max(1, ceil(max((cpu_s or 0.0) / elapsed_s / (job.ranks * job.nodes) for cpu_s, elapsed_s, job in telling)))
 
 
 def estimates(
