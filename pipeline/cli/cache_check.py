@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline.cli.help import option
-from pipeline.cli.options import ConfigFile, Json, Sets, Yes, as_typed, load_config, show, show_dry_run
+from pipeline.cli.options import ConfigFile, Json, Sets, Yes, as_typed, load_config, refuse, show, show_dry_run
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ def validate_command(
     pipeline cache validate --full          # read every byte
     pipeline cache validate --subset 1/8    # a part, for a job of its own
     """
-    from pipeline.errors import ConfigError
     from pipeline.store.maintenance.checking import Subset
     from pipeline.store.maintenance.damage_report import damage_found
 
@@ -84,19 +83,15 @@ def validate_command(
     if collected.summary.findings:
         raise damage_found(collected.summary, cache.root, collected.path)
     if out and collected.unwritten:
-        raise ConfigError(f"the damage list could not be written: {collected.unwritten}", where=str(out), remedy=_OUT)
+        refuse(f"the damage list could not be written: {collected.unwritten}", out, _OUT)
 
 
 def _how(sample: float | None, *, quick: bool, full: bool, semantic: bool) -> str:
     """Return how thoroughly to check; refuse options that contradict each other."""
-    from pipeline.errors import ConfigError
-
     if quick + full + semantic > 1:
-        problem = "--quick, --full and --semantic cannot be combined"
-        raise ConfigError(problem, where="--quick", remedy=Command.of("cache validate"))
+        refuse("--quick, --full and --semantic cannot be combined", "--quick", Command.of("cache validate"))
     if sample is not None and not semantic:
-        remedy = Command.of("cache validate --semantic --sample", sample)
-        raise ConfigError("--sample requires --semantic", where="--sample", remedy=remedy)
+        refuse("--sample requires --semantic", "--sample", Command.of("cache validate --semantic --sample", sample))
     return "quick" if quick else "semantic" if semantic else "full"
 
 
@@ -229,12 +224,10 @@ def _open(loaded: LoadedConfig) -> CacheFolder:
 
 def _kinds(cache: CacheFolder, asked: Sequence[str] | None) -> list[str]:
     """Return the requested kinds of records; all, if none is named."""
-    from pipeline.errors import ConfigError
-
     there = cache.kinds()
     if unknown := sorted({*(asked or ())} - {*there}):
-        problem = f"the cache has no records of kind {', '.join(unknown)}"
-        raise ConfigError(problem, where="--kind", remedy=f"one of {', '.join(there) or 'none: it is empty'}")
+        known = f"one of {', '.join(there) or 'none: it is empty'}"
+        refuse(f"the cache has no records of kind {', '.join(unknown)}", "--kind", known)
     return [name for name in there if name in asked] if asked else there
 
 
@@ -323,14 +316,14 @@ class _Found:
             self._writer.discard()
 
     def _begun(self) -> ReportWriter | None:
-        from pipeline.errors import CacheFull, CacheUnusable, ConfigError
+        from pipeline.errors import CacheFull, CacheUnusable
         from pipeline.files import what_is_no_file
         from pipeline.store.format.cache_layout import REPORTS
         from pipeline.store.format.disk import Disk, refused_as
         from pipeline.store.maintenance.damage_report import ReportWriter
 
         if self.out and (other := what_is_no_file(self.out)):
-            raise ConfigError(f"{other} is not a regular file", where=str(self.out), remedy=_OUT)
+            refuse(f"{other} is not a regular file", self.out, _OUT)
         try:
             if self.out:
                 with refused_as("the damage list cannot be written here", _OUT):

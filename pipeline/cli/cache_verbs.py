@@ -22,6 +22,7 @@ from pipeline.cli.options import (
     load_config,
     open_project,
     print_json,
+    refuse,
     show,
     show_dry_run,
 )
@@ -173,7 +174,6 @@ def clean_command(
     pipeline cache clean                    # shows what --yes would delete
     pipeline cache clean --older-than 7d --yes
     """
-    from pipeline.errors import ConfigError
     from pipeline.report import tables
     from pipeline.report.cache_tables import cleaning_lines
     from pipeline.store.format.disk import ask_owner
@@ -181,9 +181,7 @@ def clean_command(
     from pipeline.upkeep.clean_cache import foresee_cleaning
 
     if keep_recipes and everything:
-        raise ConfigError(
-            "--keep-recipes and --all cannot be combined", where="--all", remedy=Command.of("cache clean --all")
-        )
+        refuse("--keep-recipes and --all cannot be combined", "--all", Command.of("cache clean --all"))
     asked = CleanRequest(keep_recipes, everything, None if older_than is None else _seconds(older_than))
     loaded, project = open_project(config, sets, remember=False)
     cleaning = foresee_cleaning(project, loaded.path, asked, on=_counter())
@@ -223,42 +221,29 @@ def _carry_out(cleaning: Cleaning) -> dict[str, object]:
     from pipeline.units import format_bytes
     from pipeline.upkeep.clean_cache import carry_out
 
-    freed, files, stayed, is_due = 0, 0, [], _now_and_then()
+    freed, files, stayed = 0, 0, []
     try:
         for removed in carry_out(cleaning, cache_check.saying_wait(cleaning.settle_s)):
             freed, files = freed + removed.bytes, files + (not removed.stays)
             if removed.stays:
                 stayed.append({"file": removed.name, "why": removed.stays})
                 typer.echo(f"kept: {removed.name}: {removed.stays}", err=True)
-            if is_due():
-                typer.echo(f"{plural(files, 'file')}, {format_bytes(freed)} so far ...", err=True)
     finally:
         typer.echo(f"✓ Removed {plural(files, 'file')}: {format_bytes(freed)} freed", err=True)
     return {"files": files, "bytes": freed, "stayed": stayed}
 
 
 def _counter() -> Callable[[int], None]:
-    """Return a callback that prints now and then how many items were looked at; on a terminal print at once, too."""
-    import sys
-
-    is_due = _now_and_then()
-    if sys.stderr.isatty():
-        typer.echo("checking which records are needed ...", err=True)
-    return lambda items: typer.echo(f"checked {items:,} items of the data set ...", err=True) if is_due() else None
-
-
-def _now_and_then() -> Callable[[], bool]:
-    """Return a function that tells whether some seconds have passed since it last did."""
+    """Return a callback that prints every few seconds how many items were looked at."""
     said_s = time.monotonic()
 
-    def is_due() -> bool:
+    def looked_at(items: int) -> None:
         nonlocal said_s
-        if time.monotonic() - said_s <= TOLD_EVERY_S:
-            return False
-        said_s = time.monotonic()
-        return True
+        if time.monotonic() - said_s > TOLD_EVERY_S:
+            said_s = time.monotonic()
+            typer.echo(f"checked {items:,} items of the data set ...", err=True)
 
-    return is_due
+    return looked_at
 
 
 def _seconds(text: str) -> float:
@@ -266,14 +251,12 @@ def _seconds(text: str) -> float:
     from pydantic_core import PydanticCustomError
 
     from pipeline.config.schema_parts import parse_duration
-    from pipeline.errors import ConfigError
 
     try:
         return 0 if text == "0" else parse_duration(text)
     except PydanticCustomError:
-        problem = f"{text!r} is not a duration: expected a number above 0 with a unit, or 0"
         remedy = Command.of("cache clean --older-than 7d", then="   (12h, 90m)")
-        raise ConfigError(problem, where="--older-than", remedy=remedy) from None
+        refuse(f"{text!r} is not a duration: expected a number above 0 with a unit, or 0", "--older-than", remedy)
 
 
 app = Verbs(f"Inspect, check, repair, clean or move the cache.\n\nExamples:\n{EXAMPLES}")

@@ -24,6 +24,7 @@ from pipeline.cli.options import (
     as_typed,
     load_config,
     one_of,
+    refuse,
     show,
     show_dry_run,
 )
@@ -46,7 +47,6 @@ def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile =
     from pipeline.engine.handover import pay_visit, start_supervisor
     from pipeline.engine.lifecycle import opened_run
     from pipeline.engine.submission import rest_of
-    from pipeline.errors import ConfigError
     from pipeline.journal.run_status import ENDED, State, StatusReader
     from pipeline.project.project import stays
     from pipeline.report.live_status import RunProgress
@@ -54,9 +54,7 @@ def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile =
     folder, frozen, executor, status = opened_run(run_folder(run, config, sets), "resume")
     with executor:
         if status.state is State.DONE:
-            again = replace(folder.command(), then="   (does the rest)")
-            problem = f"run {folder.name} is done"
-            raise ConfigError(problem, where=str(folder.path), remedy=again)
+            refuse(f"run {folder.name} is done", folder.path, replace(folder.command(), then="   (does the rest)"))
         if status.state in ENDED:
             rest = rest_of(folder, frozen)
             typer.echo(f"run {folder.name} has ended ({status.state.value}); a new run does the rest")
@@ -92,7 +90,6 @@ def cancel_command(
     """Cancel a run or points of its sweep; finished work is kept."""
     from pipeline.engine.lifecycle import cancel as end
     from pipeline.engine.lifecycle import foresee, opened_run
-    from pipeline.errors import ConfigError
     from pipeline.journal.run_status import State
 
     opened = opened_run(run_folder(run, config, sets), "cancel")
@@ -102,12 +99,11 @@ def cancel_command(
             _cancel_points(opened, point, stage, yes=yes)
             return
         if stage is not None and stage not in status.stages:
-            problem = f"run {folder.name} has no stage {stage!r} ({', '.join(status.stages) or 'no stage has started'})"
-            raise ConfigError(problem, where="--stage", remedy=Command.of("status", folder.name))
+            begun = ", ".join(status.stages) or "no stage has started"
+            refuse(f"run {folder.name} has no stage {stage!r} ({begun})", "--stage", Command.of("status", folder.name))
         cancellation = foresee(status, executor, stage)
         if cancellation.empty and stage is not None and status.state is State.RUNNING and not executor.outlives:
-            problem = "a local run cannot cancel one stage"
-            raise ConfigError(problem, where="--stage", remedy=Command.of("cancel", folder.name))
+            refuse("a local run cannot cancel one stage", "--stage", Command.of("cancel", folder.name))
         if cancellation.empty:
             typer.echo(f"run {folder.name} is {status.state.value}: nothing to cancel")
             return
@@ -122,14 +118,13 @@ def cancel_command(
 def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, yes: bool) -> None:
     """End points of a sweep alone."""
     from pipeline.engine.lifecycle import cancel_points, points_to_end
-    from pipeline.errors import ConfigError
     from pipeline.journal.run_status import ENDED
     from pipeline.planning.trainings import points_in
     from pipeline.report.tables import plural
 
     folder, frozen, executor, status = opened
     if stage is not None:
-        raise ConfigError("cannot be combined with --stage", where="--point", remedy="leave --stage out")
+        refuse("cannot be combined with --stage", "--point", "leave --stage out")
     points = [point.name for point in points_in(frozen)]
     tasks = points_to_end(status, points, wanted)
     if status.state in ENDED:
@@ -179,7 +174,7 @@ def status_command(
     """
     import gc
 
-    from pipeline.errors import ConfigError, JobFailed
+    from pipeline.errors import JobFailed
     from pipeline.journal.budget import spending_of_run
     from pipeline.journal.run_status import State
     from pipeline.journal.run_view import ViewReader
@@ -187,7 +182,7 @@ def status_command(
     from pipeline.report.run_text import run_report, status_report
 
     if watch and as_json:
-        raise ConfigError("cannot be combined with --watch", where="--json", remedy="leave --watch or --json out")
+        refuse("cannot be combined with --watch", "--json", "leave --watch or --json out")
     folder = run_folder(run, config, sets)
     reader, spending = ViewReader(folder), spending_of_run(folder)
     typed = as_typed(Command.of("status", *filter(None, [run])))

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.help import Verb, argument, option
-from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, choice, one_of, open_project, print_json, show
+from pipeline.cli.options import (
+    ConfigFile,
+    Json,
+    Sets,
+    as_typed,
+    choice,
+    one_of,
+    open_project,
+    print_json,
+    refuse,
+    show,
+)
 from pipeline.command_line import Command
 from pipeline.stage_names import StageName
 
@@ -82,14 +93,13 @@ def explain_command(
     pipeline explain 1abc                   # one item, in every stage
     pipeline explain --stage train          # why a training starts from scratch
     """
-    from pipeline.errors import ConfigError
     from pipeline.views.explained_item import explain_item
     from pipeline.views.stage_states import explain_stage
 
     if (item is None) == (stage is None):
         what = "name an item or --stage STAGE" + (", not both" if item else "")
         remedy = Command.of("explain ITEM", then="   or   pipeline explain --stage train")
-        raise ConfigError(what, where="pipeline explain", remedy=remedy)
+        refuse(what, "pipeline explain", remedy)
     _, project = open_project(config, sets, remember=False)
     if item is not None:
         of_item = explain_item(project, item)

@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from pipeline.cli.help import Verbs, argument, option
-from pipeline.cli.options import ConfigFile, Json, Sets, Where, load_config_if_any, one_of, open_project, print_json
+from pipeline.cli.options import (
+    ConfigFile,
+    Json,
+    Sets,
+    Where,
+    load_config_if_any,
+    one_of,
+    open_project,
+    print_json,
+    refuse,
+)
 from pipeline.command_line import Command
 
 FORMATS = ("h5", "safetensors", "parquet", "npy")
@@ -118,10 +128,9 @@ def export_embeddings_command(
 
 def _told_by(out: Path) -> str:
     """Return the format that a file's name ends with."""
-    from pipeline.errors import ConfigError
     from pipeline.training.evaluating.embedding_files import SUFFIXES
 
     for name, suffixes in SUFFIXES.items():
         if out.suffix.lower() in suffixes:
             return name
-    raise ConfigError("the format is not clear from the suffix", where=str(out), remedy=f"--format {'|'.join(FORMATS)}")
+    return refuse("the format is not clear from the suffix", out, f"--format {'|'.join(FORMATS)}")

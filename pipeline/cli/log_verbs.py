@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipeline.cli.help import option
-from pipeline.cli.options import STAGES, ConfigFile, Json, Point, Run, Sets, load_config, one_of, print_json
+from pipeline.cli.options import STAGES, ConfigFile, Json, Point, Run, Sets, load_config, one_of, print_json, refuse
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
@@ -44,19 +44,17 @@ def logs_command(
     as_json: Json = False,
 ) -> None:
     """Show logs of failed tasks, else the newest logs."""
-    from pipeline.errors import ConfigError
     from pipeline.journal.run_logs import LogChoice, wanted_logs
     from pipeline.journal.run_status import StatusReader
     from pipeline.planning.trainings import named_point
 
     if follow and as_json:
-        raise ConfigError("cannot be combined with --follow", where="--json", remedy="leave -f or --json out")
+        refuse("cannot be combined with --follow", "--json", "leave -f or --json out")
     folder = run_folder(run, config, sets, with_work=True)
     status = StatusReader(folder).read()
     if point is not None:
         if task is not None or stage not in (None, "train"):
-            what = "cannot be combined with --stage or --task"
-            raise ConfigError(what, where="--point", remedy="leave --stage and --task out")
+            refuse("cannot be combined with --stage or --task", "--point", "leave --stage and --task out")
         trained = status.stages.get("train")
         stage, task = "train", named_point(point, trained.names if trained else ())
     if rank is not None:
@@ -186,7 +184,6 @@ def _none(folder: RunFolder, status: RunStatus, wanted: LogChoice) -> ConfigErro
 def _ranked(folder: RunFolder, status: RunStatus, stage: str | None, rank: int) -> tuple[str | None, int | None]:
     """Return the stage with several ranks that `--rank` means, and the rank; None where a process writes alone."""
     from pipeline.config.load import read_resolved
-    from pipeline.errors import ConfigError
 
     begun = [name for name in TOGETHER if name in status.stages and stage in (None, name)]
     cluster = read_resolved(folder.config).cluster if begun else None
@@ -200,4 +197,4 @@ def _ranked(folder: RunFolder, status: RunStatus, stage: str | None, rank: int) 
     problem = "the processes of a local task write to one log"  # the local launcher does not mark their lines
     if rank >= world:
         problem = f"tasks have {world} {'process: 0' if world == 1 else f'processes: 0-{world - 1}'}"
-    raise ConfigError(problem, where=f"--rank {rank}", remedy="leave --rank out")
+    return refuse(problem, f"--rank {rank}", "leave --rank out")

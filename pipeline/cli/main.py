@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
 ASKED = "__complete"  # the word by which a completion script asks
 UNREAD = 141  # as shells call an end by SIGPIPE
-READING = (
-    "plan", "explain", "status", "items", "logs", "report", "compare", "cache", "config", "doctor", "weights", "model",
-    "split", "data", "runs",
-)  # fmt: skip
 
 VERBS = {
     START: {
@@ -161,8 +157,6 @@ def main() -> None:
     if sys.argv[1:2] == [ASKED]:
         _print_completions()
         return
-    if sys.argv[1:2] and sys.argv[1] in READING and hasattr(signal, "SIGPIPE"):  # `… | head` is no failure
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, _raise_terminated)
     try:
         try:

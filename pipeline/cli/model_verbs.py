@@ -20,6 +20,7 @@ from pipeline.cli.options import (
     load_config_if_any,
     models,
     print_json,
+    refuse,
     show,
 )
 from pipeline.command_line import Command
@@ -308,11 +309,10 @@ def _told_as_damage() -> Iterator[None]:
 
 
 def _named(name: str, models: Path) -> TrainedModel:
-    from pipeline.errors import ConfigError
     from pipeline.planning.trained_model import named_model
 
     named = named_model(models, name)
     if named is None:
         problem = "not a model: name one (best, last and a bare checkpoint belong to a training)"
-        raise ConfigError(problem, where=name, remedy=Command.of("model list"))
+        refuse(problem, name, Command.of("model list"))
     return named

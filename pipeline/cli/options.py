@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import sys
 from contextlib import suppress
 from difflib import get_close_matches
-from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
 
 import typer
 
@@ -36,14 +34,7 @@ if TYPE_CHECKING:
     Offers = Callable[[typer.Context, str], Iterable[tuple[str, str]]]
 
 SITE = "cluster.site="
-
-
-class Shell(StrEnum):
-    """The shells for which there is a completion script."""
-
-    BASH = "bash"
-    ZSH = "zsh"
-    FISH = "fish"
+SHELLS = ("bash", "zsh", "fish")  # those with a completion script
 
 
 def shell_script(shell: str) -> str:
@@ -54,27 +45,20 @@ def shell_script(shell: str) -> str:
 def answer(root: Any, line: str) -> Iterator[str]:
     """Yield the words that can follow on a command line, each with its meaning after a tab; none: offer files."""
     click = next(base for base in type(root).__mro__ if base.__name__ == "Command").__module__  # or typer's copy of it
-    base = import_module(f"{click.rpartition('.')[0]}.shell_completion").ShellComplete
+    completion = import_module(f"{click.rpartition('.')[0]}.shell_completion")
     # Our scripts speak to `answer`, not to click: the abstract methods for a shell are never called.
-    completer = type("Completer", (base,), dict.fromkeys(("source_vars", "get_completion_args", "format_completion")))
-    _, *before, word = _split(line)
+    completer = type(
+        "Completer",
+        (completion.ShellComplete,),
+        dict.fromkeys(("source_vars", "get_completion_args", "format_completion")),
+    )
+    words = completion.split_arg_string(line)  # of which quotes may still be open
+    _, *before, word = [*words, ""] if line[-1:].isspace() or len(words) < 2 else words
     option, equals, _ = word.partition("=")
     typed = f"{option}=" if equals and option.startswith("-") else ""
     for item in completer(root, {}, "pipeline", "").get_completions(before, word):
         if item.type == "plain":
             yield f"{typed}{item.value}" + (f"\t{' '.join(item.help.split())}" if item.help else "")
-
-
-def _split(line: str) -> list[str]:
-    """Return the words of a line as a shell sees them; the last is being typed, and may be empty."""
-    for quote in ("", '"', "'"):  # one may still be open
-        with suppress(ValueError):
-            words = shlex.split(line + quote)
-            break
-    else:
-        words = line.split()
-    is_between = not quote and line[-1:].isspace()
-    return [*words, ""] if is_between or len(words) < 2 else words
 
 
 def completing(offers: Offers) -> Callable[[typer.Context, str], list[tuple[str, str]]]:
@@ -227,11 +211,15 @@ Emit: TypeAlias = Annotated[
 def one_stage(verb: str, stage: str | None, option: str | None) -> str:
     """Return the stage that a verb is given, as STAGE or by --stage; all where it is given none."""
     if stage and option and stage != option:
-        from pipeline.errors import ConfigError
-
-        what = f"STAGE is {stage}, but --stage is {option}"
-        raise ConfigError(what, where="--stage", remedy=Command.of(verb, stage))
+        refuse(f"STAGE is {stage}, but --stage is {option}", "--stage", Command.of(verb, stage))
     return stage or option or "all"
+
+
+def refuse(problem: str, where: object, remedy: str | Command) -> NoReturn:
+    """Raise for options that contradict each other, or a value that cannot be used; say what to type instead."""
+    from pipeline.errors import ConfigError
+
+    raise ConfigError(problem, where=str(where), remedy=remedy)
 
 
 def as_typed(command: Command) -> Command:

@@ -26,6 +26,7 @@ from pipeline.cli.options import (
     one_of,
     one_stage,
     print_json,
+    refuse,
 )
 from pipeline.command_line import Command
 from pipeline.stage_names import StageName
@@ -100,7 +101,7 @@ def plan_command(
     """
     from pipeline.cluster.job_spec import Limits
     from pipeline.dataset.early_items import typed_sizes
-    from pipeline.errors import ConfigError, PlanInfeasible
+    from pipeline.errors import PlanInfeasible
     from pipeline.project.project import Project, open_executor
     from pipeline.report import tables
 
@@ -108,11 +109,9 @@ def plan_command(
     loaded = load_config(config, sets)
     of_training = [name for name, given in (("--gpu", gpu), ("--probe", probe), ("--sizes", sizes)) if given]
     if of_training and graph is not None:
-        problem = f"{of_training[0]} and --dag cannot be combined"
-        raise ConfigError(problem, where="pipeline plan", remedy=Command.of("plan --dag"))
+        refuse(f"{of_training[0]} and --dag cannot be combined", "pipeline plan", Command.of("plan --dag"))
     if of_training and stage != "train":
-        problem = f"{of_training[0]} requires the stage train, not {stage}"
-        raise ConfigError(problem, where="pipeline plan", remedy=Command.of("plan train"))
+        refuse(f"{of_training[0]} requires the stage train, not {stage}", "pipeline plan", Command.of("plan train"))
     with open_executor(loaded.config) as executor:
         project = Project.open(loaded.config, remember=False, strict=True, beside=loaded.base_dir.absolute())
         if graph is not None:
@@ -196,15 +195,12 @@ def _early_plan(loaded: LoadedConfig, project: Project, executor: Executor) -> s
 
 def _show_script(project: Project, executor: Executor, *, traced: Sequence[str], as_json: bool) -> None:
     """Print the plan of a training by a user's own script, which cannot be traced."""
-    from pipeline.errors import ConfigError
     from pipeline.stages.jobs import script_outline
     from pipeline.stages.script import ScriptStage
 
     if traced:
-        problem = f"{traced[0]} needs a task: the script of train.command cannot be traced"
-        raise ConfigError(
-            problem, where="pipeline plan", remedy=Command.of("plan train", then="   (its first attempt)")
-        )
+        first = Command.of("plan train", then="   (its first attempt)")
+        refuse(f"{traced[0]} needs a task: the script of train.command cannot be traced", "pipeline plan", first)
     stage = ScriptStage()
     stage.inspect(project)
     outline = script_outline(project, stage, executor)
@@ -274,6 +270,7 @@ def show_plan(submission: Submission, emit: Path | None) -> None:
     from pipeline.report import tables
     from pipeline.report.plan_tables import stages_report
     from pipeline.stages.jobs import script_outline
+    from pipeline.store.format.disk import written_to
     from pipeline.units import format_bytes
     from pipeline.views.efficiency import estimates
 
@@ -291,25 +288,18 @@ def show_plan(submission: Submission, emit: Path | None) -> None:
                 typer.echo(f"{plan.title}: partition {where}: {plan.job.where}")
     if project.config.cluster.executor == "slurm":
         for name, text in scripts(project, plans, executor):
-            typer.echo(f"\n# ---- {name}\n{text}" if emit is None else f"wrote {_written(emit, name, text)}")
+            if emit is None:
+                typer.echo(f"\n# ---- {name}\n{text}")
+                continue
+            with written_to(emit / name, "--emit DIR"):
+                emit.mkdir(parents=True, exist_ok=True)
+                (emit / name).write_text(text)
+            typer.echo(f"wrote {emit / name}")
         if emit is not None:
             typer.echo("RUN stands for the run folder that `pipeline submit` creates. To submit by hand, see sbatch/.")
     elif emit is not None:
         typer.echo("no scripts written: cluster.executor is local (add --executor slurm)", err=True)
     typer.echo(f"dry run: nothing submitted; to apply: {submission.typed}")
-
-
-def _written(folder: Path, name: str, text: str) -> Path:
-    """Write a script into a folder, which is created; return its path."""
-    from pipeline.errors import ConfigError
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    except OSError as error:
-        problem = f"cannot write: {error.strerror}"
-        raise ConfigError(problem, where=str(folder / name), remedy="--emit DIR") from error
-    return folder / name
 
 
 def find_batch_command(
@@ -329,15 +319,12 @@ def find_batch_command(
 
     All ranks of the script must run. The command of the script follows --.
     """
-    from pipeline.errors import ConfigError
     from pipeline.records import RankPlace
     from pipeline.script.batch_finding import find_batch
 
     if RankPlace.by_slurm(os.environ):
-        problem = "each rank of this srun would search on its own"
-        raise ConfigError(
-            problem, where="pipeline find-batch", remedy="pipeline find-batch --max … -- srun … {micro_batch}"
-        )
+        outside = "pipeline find-batch --max … -- srun … {micro_batch}"
+        refuse("each rank of this srun would search on its own", "pipeline find-batch", outside)
     text = command[0] if len(command) == 1 else shlex.join(command)
     every = range(1, min(most, divides or most) + 1)
     sizes = every if divides is None else [size for size in every if divides % size == 0]

@@ -22,6 +22,7 @@ from pipeline.cli.options import (
     completing,
     load_config,
     print_json,
+    refuse,
     runs,
     show,
 )
@@ -59,13 +60,12 @@ def items_command(
     import csv
     from itertools import islice
 
-    from pipeline.errors import ConfigError
     from pipeline.files import cell_text
     from pipeline.report import tables
 
     if key is not None and not re.fullmatch("[0-9a-fA-F]+", key):
-        problem = f"{key!r} is not a hexadecimal key prefix"
-        raise ConfigError(problem, where="--key", remedy=Command.of("data items --json", then="   (shows the keys)"))
+        keys = Command.of("data items --json", then="   (shows the keys)")
+        refuse(f"{key!r} is not a hexadecimal key prefix", "--key", keys)
     path = _scanned(run, config, sets).inventory
     with path.open(encoding="utf-8", errors="backslashreplace", newline="") as file:
         table = csv.DictReader(file)
@@ -95,13 +95,12 @@ def _print_array(rows: Iterator[Mapping[str, str]]) -> None:
 
 def _scanned(run: str | None, config: Path | None, sets: Sequence[str] | None) -> RunFolder:
     """Return the run that is named, or the newest that has listed its items."""
-    from pipeline.errors import ConfigError
     from pipeline.journal.run_folder import runs_in
 
     asked = runs_in(load_config(config, sets).config.cluster.runs) if run is None else [run_folder(run, config, sets)]
     if not (scanned := [folder for folder in asked if folder.inventory.exists()]):
         what = "no run has scanned the data set yet" if run is None else f"run {run} has no scan"
-        raise ConfigError(what, where="pipeline data items", remedy=Command.submit("scan"))
+        refuse(what, "pipeline data items", Command.submit("scan"))
     return scanned[-1]
 
 
@@ -143,11 +142,10 @@ def report_command(
 
 def _write_page(folder: RunFolder, file: Path, *, as_json: bool) -> None:
     """Write or print the HTML report of a run as it is now."""
-    from pipeline.errors import ConfigError
     from pipeline.views.run_page import page_now, write_page
 
     if as_json and file == PRINTED:
-        raise ConfigError("cannot be combined with --json", where="--html -", remedy="leave --json out")
+        refuse("cannot be combined with --json", "--html -", "leave --json out")
     text, run = page_now(folder)
     if file == PRINTED:
         typer.echo(text)
@@ -221,7 +219,7 @@ def _compared(name: str, config: Path | None, sets: Sequence[str] | None) -> lis
             what = f"{name!r} is not a run or a model of this project ({error.what})"
             raise ConfigError(what, where="pipeline compare", remedy=Command.of("model list")) from error
     if not (models := models_of_run(run)):
-        raise ConfigError("this run has not trained a model yet", where=run.name, remedy=Command.of("status", run.name))
+        refuse("this run has not trained a model yet", run.name, Command.of("status", run.name))
     return models
 
 
@@ -244,7 +242,6 @@ def replay_command(
     Steps that ran out of memory or were not finite leave a bundle. A replay changes nothing.
     """
     from pipeline.engine.lifecycle import refuse_others
-    from pipeline.errors import ConfigError
     from pipeline.replay.replay_step import find_case, replay_document, steps_with_bundles
 
     folder = run_folder(run, config, sets, with_work=True)
@@ -253,7 +250,7 @@ def replay_command(
         steps = ", ".join(map(str, steps_with_bundles(folder, point)))
         known = f"steps with a bundle: {steps}" if steps else "no step has a bundle"
         remedy = Command.of("replay", folder.name, "--step", "N", then=f"   ({known})")
-        raise ConfigError("choose the step to replay", where="--step", remedy=remedy)
+        refuse("choose the step to replay", "--step", remedy)
     case = find_case(folder, step, rank, point)
     if not as_json:
         typer.echo(case.bundle.words())

@@ -12,10 +12,10 @@ import typer
 
 from pipeline.cli.help import Verbs, argument, option
 from pipeline.cli.options import (
+    SHELLS,
     ConfigFile,
     Json,
     Sets,
-    Shell,
     Verbose,
     choice,
     completing,
@@ -88,11 +88,8 @@ def init_command(
     typer.echo(f"next:\n{enter}  edit pipeline.yaml     set data.path to your data{trial}\n  pipeline doctor")
 
 
-_SHELLS = tuple(shell.value for shell in Shell)
-
-
 def completion_command(
-    shell: Annotated[Shell, argument("|".join(_SHELLS), "Your shell.", **choice(_SHELLS))],
+    shell: Annotated[str, argument("|".join(SHELLS), "Your shell.", **choice(SHELLS))],
 ) -> None:
     """Print a script that makes your shell complete commands.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline.cli.help import Verbs, option
-from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, one_of, open_project, print_json, show
+from pipeline.cli.options import ConfigFile, Json, Sets, as_typed, one_of, open_project, print_json, refuse, show
 from pipeline.cli.report_verbs import items_command
 from pipeline.command_line import Command
 
@@ -69,7 +69,7 @@ def split_command(
     wanted = _wanted(fractions, folds)
     if clusters and by != "clusters":
         remedy = Command.of("data split --by clusters --clusters FILE --out FILE")
-        raise _mistake(f"cannot be used with --by {by}", "--clusters", remedy)
+        refuse(f"cannot be used with --by {by}", "--clusters", remedy)
     tables = (clusters or ()) if by == "clusters" else None
     _, project = open_project(config, sets, remember=False)
     for path in (write_fasta, out if check else None):
@@ -87,7 +87,7 @@ def split_command(
         _check(project, tables, out, as_json=as_json)
         return
     if out is None:
-        raise _mistake("required: the file to write the table to", "--out", LIKE_FRACTIONS)
+        refuse("required: the file to write the table to", "--out", LIKE_FRACTIONS)
     check_out(project.source, out, folds or 0)
     shared = read_shared(project, tables, seed)
     _divide(project, shared, wanted, out, folds=folds or 0, as_json=as_json)
@@ -97,10 +97,10 @@ def _wanted(fractions: str | None, folds: int | None) -> dict[str, float]:
     """Return what share of the items each split is to have."""
     if folds is not None:
         if fractions is not None:
-            raise _mistake("cannot be combined with --folds", "--fractions", LIKE_FOLDS)
+            refuse("cannot be combined with --folds", "--fractions", LIKE_FOLDS)
         if folds < FEWEST_FOLDS:
             problem = f"must be at least {FEWEST_FOLDS} (train, validation, test), got {folds}"
-            raise _mistake(problem, "--folds", LIKE_FOLDS)
+            refuse(problem, "--folds", LIKE_FOLDS)
         return {f"fold {fold}": 1 / folds for fold in range(folds)}
     try:
         shares = [float(word) for word in (fractions or ".8/.1/.1").split("/")]
@@ -110,14 +110,8 @@ def _wanted(fractions: str | None, folds: int | None) -> dict[str, float]:
     is_whole = max(shares, default=0.0) >= 1 or math.isclose(sum(shares), 1, abs_tol=1e-3)
     if len(shares) not in NAMES or not all(0 < share < math.inf for share in shares) or not is_whole:
         what = f"expected shares such as .8/.1/.1 (they sum to 1) or 8/1/1, got {fractions!r}"
-        raise _mistake(what, "--fractions", LIKE_FRACTIONS)
+        refuse(what, "--fractions", LIKE_FRACTIONS)
     return {name: share / sum(shares) for name, share in zip(NAMES[len(shares)], shares, strict=True)}
-
-
-def _mistake(problem: str, option: str, remedy: str | Command) -> Exception:
-    from pipeline.errors import ConfigError
-
-    return ConfigError(problem, where=option, remedy=remedy)
 
 
 def _divide(
@@ -133,7 +127,7 @@ def _divide(
         problem = (
             f"{tables.plural(folds - filled, 'fold')} of {folds} have no items to test: too few independent groups"
         )
-        raise _mistake(problem, "--folds", Command.of("data split --folds", max(FEWEST_FOLDS, filled), "--out", out))
+        refuse(problem, "--folds", Command.of("data split --folds", max(FEWEST_FOLDS, filled), "--out", out))
     files = fold_files(out, folds) if folds else [out]
     with written_to(out):
         write_splits(project, shared, division, files, folds)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 from pipeline.command_line import Command
 from pipeline.errors import CacheDamaged, ConfigError
@@ -30,35 +30,25 @@ ABOUT, SUFFIX = "about.json", ".keys"
 
 
 @dataclass(frozen=True, slots=True)
-class Keys(Sequence[bytes]):
-    """A sorted sequence of distinct keys, packed in 16 bytes each."""
+class Keys(Collection[bytes]):
+    """Distinct keys in order, packed in 16 bytes each."""
 
     packed: bytes = b""
 
     def __len__(self) -> int:
         return len(self.packed) // KEY_BYTES
 
-    @overload
-    def __getitem__(self, at: int) -> bytes: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> list[bytes]: ...
-
-    def __getitem__(self, at: int | slice) -> bytes | list[bytes]:
-        if isinstance(at, slice):
-            return [self[place] for place in range(*at.indices(len(self)))]
-        if not 0 <= at < len(self):
-            raise IndexError(at)
-        return self.packed[at * KEY_BYTES : (at + 1) * KEY_BYTES]
-
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, bytes):
             return False
-        at = bisect_left(self, key)
-        return at < len(self) and self[at] == key
+        at = bisect_left(range(len(self)), key, key=self._at)
+        return at < len(self) and self._at(at) == key
 
     def __iter__(self) -> Iterator[bytes]:
-        return (self.packed[at : at + KEY_BYTES] for at in range(0, len(self.packed), KEY_BYTES))
+        return map(self._at, range(len(self)))
+
+    def _at(self, place: int) -> bytes:
+        return self.packed[place * KEY_BYTES : (place + 1) * KEY_BYTES]
 
 
 @dataclass(frozen=True, slots=True)

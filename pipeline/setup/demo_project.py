@@ -20,6 +20,7 @@ from pipeline.config.load import read_config
 from pipeline.errors import ConfigError
 from pipeline.readers import made
 from pipeline.setup.init_files import recipe_text
+from pipeline.store.format.disk import written_to
 from pipeline.structures.synthetic import write_demo
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def make_project(folder: Path, recipe: str | None = None) -> Path:
     """Write the project, or a recipe's, and return its configuration file; raise for a folder that is not empty."""
     from pipeline.encoder.synth import write_random_checkpoint  # it imports torch
 
-    try:
+    with written_to(folder, "pipeline demo DIR"):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             what = "the demo needs a new or empty folder"
             raise ConfigError(what, where=str(folder), remedy="pipeline demo DIR")
@@ -190,8 +191,6 @@ def make_project(folder: Path, recipe: str | None = None) -> Path:
         write_random_checkpoint(folder / "weights" / "esm2_demo.pt", layers=3, dim=32, heads=4)
         shutil.copyfile(PACKAGE / "tasks" / "demo_task.py", folder / "demo_task.py")
         return shutil.copyfile(PACKAGE / "setup" / "demo.yaml", folder / "pipeline.yaml")
-    except OSError as error:
-        raise ConfigError(f"cannot write: {error.strerror}", where=str(folder), remedy="pipeline demo DIR") from error
 
 
 def flip_a_byte(cache: Path) -> Path:

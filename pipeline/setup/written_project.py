@@ -22,6 +22,7 @@ from pipeline.planning.trained_model import chosen_of, named_model, portable_set
 from pipeline.project.project import local_machine
 from pipeline.project.run_code import load_task
 from pipeline.protocol import Publishes
+from pipeline.store.format.disk import written_to
 from pipeline.structures.sources.table_sources import split_suffix
 from pipeline.training.checkpoints.checkpoint import weights_file
 
@@ -59,16 +60,13 @@ def write_project(
     first = f"# {head};"
     lines = [f"{first} finished work is kept: run the same command again to continue.\n"]
     lines += [f"{section}: {json.dumps(values)}" for section, values in settings.items()]
-    try:
+    with written_to(folder, "choose another folder: --out DIR"):
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / CONFIG).exists() and not (folder / CONFIG).read_bytes().startswith(first.encode()):
             what = "this command did not write this configuration, and does not overwrite it"
             raise ConfigError(what, where=str(folder / CONFIG), remedy="choose another folder: --out DIR")
         for name, text in {**beside, CONFIG: "\n".join([*lines, ""])}.items():
             write_whole(folder / name, text)
-    except OSError as error:
-        what = f"cannot write: {error.strerror}"
-        raise ConfigError(what, where=str(folder), remedy="choose another folder: --out DIR") from error
     return folder / CONFIG
 
 

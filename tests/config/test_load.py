@@ -140,6 +140,8 @@ def test_configuration_that_is_named_must_exist(project: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match=r"--config: .*gone.yaml does not exist"):
         find_config(Path("gone.yaml"))
     monkeypatch.setenv("PIPELINE_CONFIG", str(project))
+    assert find_config(None) == project / "pipeline.yaml"
+    (project / "pipeline.yaml").unlink()
     with pytest.raises(ConfigError, match=r"\$PIPELINE_CONFIG: .* is a directory"):
         find_config(None)
 
