@@ -104,9 +104,8 @@ def _say(moved: Moved, folder: Path, *, as_json: bool) -> None:
     dropped = f", {plural(moved.dropped, 'older file')} removed: newer files hold their records"
     there += dropped if moved.dropped else ""
     kinds = ", ".join(f"{kind} {files:,}" for kind, files in sorted(moved.kinds.items()))
-    typer.echo(
-        f"✓ {folder}: {plural(moved.copied, 'file')} copied ({format_bytes(moved.bytes)}){there}: {kinds or 'nothing'}"
-    )
+    copied = f"{plural(moved.copied, 'file')} copied ({format_bytes(moved.bytes)})"
+    typer.echo(f"✓ {folder}: {copied}{there}: {kinds or 'nothing'}")
 
 
 def _refuse(moved: Moved, where: Path, remedy: Command, done: str) -> None:
@@ -134,15 +133,13 @@ def regenerate_command(
     from pipeline.journal.run_status import RunStatus as Status
     from pipeline.journal.run_status import State
 
-    submission = read_submission(
-        config, sets or (), Wanted(stage="regenerate", executor="local", damage_list=damage_list)
-    )
+    wanted = Wanted("regenerate", "local", damage_list=damage_list)
+    submission = read_submission(config, sets or (), wanted)
     if not submission.stages:
         nothing = f"✓ Nothing to regenerate: {damage_list} lists no lost record"
         print_json(Status("", State.DONE).to_json()) if as_json else typer.echo(nothing)
         return
-    show_end = (lambda status: print_json(status.to_json())) if as_json else None
-    run_submission(submission, follow=True, ended=show_end)
+    run_submission(submission, follow=True, as_json=as_json)
 
 
 def stat_command(verbose: Verbose = False, config: ConfigFile = None, sets: Sets = None, as_json: Json = False) -> None:

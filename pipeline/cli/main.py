@@ -58,10 +58,7 @@ VERBS = {
     SHORTCUTS: {
         "embed": ("file_verbs:embed_command", "Embed the sequences of a FASTA file without a project."),
         "dock": ("file_verbs:dock_command", "Dock two proteins: sample poses, rank them, write the best."),
-        "find-batch": (
-            "plan_verbs:find_batch_command",
-            "Find the largest micro-batch that fits your own training script.",
-        ),
+        "find-batch": ("plan_verbs:find_batch_command", "Find the largest micro-batch that fits your training script."),
     },
     DEBUG: {
         "explain": ("explain_verb:explain_command", "Explain why an item or a stage is missing, rebuilt or waiting."),

@@ -47,11 +47,8 @@ def answer(root: Any, line: str) -> Iterator[str]:
     click = next(base for base in type(root).__mro__ if base.__name__ == "Command").__module__  # or typer's copy of it
     completion = import_module(f"{click.rpartition('.')[0]}.shell_completion")
     # Our scripts speak to `answer`, not to click: the abstract methods for a shell are never called.
-    completer = type(
-        "Completer",
-        (completion.ShellComplete,),
-        dict.fromkeys(("source_vars", "get_completion_args", "format_completion")),
-    )
+    unused = dict.fromkeys(("source_vars", "get_completion_args", "format_completion"))
+    completer = type("Completer", (completion.ShellComplete,), unused)
     words = completion.split_arg_string(line)  # of which quotes may still be open
     _, *before, word = [*words, ""] if line[-1:].isspace() or len(words) < 2 else words
     option, equals, _ = word.partition("=")
@@ -206,13 +203,6 @@ DryRun: TypeAlias = Annotated[
 Emit: TypeAlias = Annotated[
     Path | None, option("--emit DIR", "Write the job scripts into DIR without submitting anything.")
 ]
-
-
-def one_stage(verb: str, stage: str | None, option: str | None) -> str:
-    """Return the stage that a verb is given, as STAGE or by --stage; all where it is given none."""
-    if stage and option and stage != option:
-        refuse(f"STAGE is {stage}, but --stage is {option}", "--stage", Command.of(verb, stage))
-    return stage or option or "all"
 
 
 def refuse(problem: str, where: object, remedy: str | Command) -> NoReturn:

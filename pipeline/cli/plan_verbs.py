@@ -24,7 +24,6 @@ from pipeline.cli.options import (
     gpus,
     load_config,
     one_of,
-    one_stage,
     print_json,
     refuse,
 )
@@ -105,7 +104,7 @@ def plan_command(
     from pipeline.project.project import Project, open_executor
     from pipeline.report import tables
 
-    stage = one_stage("plan", stage, stage_option)
+    stage = stage or stage_option or "all"
     loaded = load_config(config, sets)
     of_training = [name for name, given in (("--gpu", gpu), ("--probe", probe), ("--sizes", sizes)) if given]
     if of_training and graph is not None:
@@ -315,7 +314,7 @@ def find_batch_command(
     again: Annotated[bool, option("--again", "Search again although the result is remembered.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Find the largest micro-batch that fits your own training script.
+    """Find the largest micro-batch that fits your training script.
 
     All ranks of the script must run. The command of the script follows --.
     """
@@ -345,7 +344,6 @@ def find_batch_command(
     if as_json:
         print_json({"micro_batch": found, "remembered": is_remembered, "command": use})
         return
-    typer.echo(
-        f"largest micro-batch that fits: {found}{'   (remembered: --again tries again)' if is_remembered else ''}"
-    )
+    remembered = "   (remembered: --again tries again)" if is_remembered else ""
+    typer.echo(f"largest micro-batch that fits: {found}{remembered}")
     typer.echo(f"  next: {use}\n  or in pipeline.yaml: train: {{micro_batch: {found}}}")

@@ -24,23 +24,17 @@ from pipeline.cli.options import (
     Sweep,
     SweepFile,
     Where,
-    one_stage,
     print_json,
 )
 from pipeline.command_line import Command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import TypeAlias
-
     from pipeline.cluster.job_spec import Executor
     from pipeline.engine.submission import Submission
     from pipeline.journal.run_folder import RunFolder
     from pipeline.journal.run_status import RunStatus
     from pipeline.journal.run_view import ViewReader
     from pipeline.report.live_status import RunProgress
-
-    Ended: TypeAlias = Callable[[RunStatus], None] | None  # prints the result of a run in place of a summary
 
 LOOK_EVERY_S = 0.1
 AT_ONCE_S = 5.0  # how long a new run may take to say what there is to do
@@ -79,23 +73,13 @@ def submit_command(
     from pipeline.engine.submission import Wanted, accept_code, checked, read_submission, refuse
     from pipeline.report.live_status import RunProgress
 
-    stage = one_stage("submit", stage, stage_option)
+    stage = stage or stage_option or "all"
     dry = dry_run or emit is not None
     if as_json and (emit is not None or not dry_run):
         refuse("requires --dry-run", "--json", stage, "--dry-run --json")
     if accept and dry:
         refuse("cannot be combined with --dry-run or --emit", "--accept-code", stage, "--accept-code")
-    wanted = Wanted(
-        stage=stage,
-        executor=executor,
-        only=only,
-        damage_list=damage_list,
-        model=model,
-        sweep=sweep or (),
-        sweep_file=sweep_file,
-        prune=prune,
-        dry=dry,
-    )
+    wanted = Wanted(stage, executor, only, damage_list, model, sweep, sweep_file, prune, dry)
     submission = read_submission(config, sets or (), wanted)
     if not submission.stages:
         nothing = f"nothing to regenerate: no record in {damage_list} is missing"
@@ -114,7 +98,7 @@ def submit_command(
         print_json(submission.to_json()) if as_json else show_plan(submission, emit)
 
 
-def run_submission(submission: Submission, *, follow: bool, ended: Ended = None) -> None:
+def run_submission(submission: Submission, *, follow: bool, as_json: bool = False) -> None:
     """Start a run, unless one is doing the same already, and show it to its end where that is wanted or near."""
     from pipeline.engine.submission import checked, create, start
     from pipeline.project.project import stays
@@ -127,14 +111,14 @@ def run_submission(submission: Submission, *, follow: bool, ended: Ended = None)
         watch = f"  watch it: {_status_of(folder)}"
         if not is_new:
             progress.close()
-            typer.echo(f"run {folder.name} already does this\n{watch}", err=ended is not None)
+            typer.echo(f"run {folder.name} already does this\n{watch}", err=as_json)
         elif follow and stays(config):
-            _follow(folder, executor, progress, ended)
+            _follow(folder, executor, progress, as_json=as_json)
             return
         else:
             start(folder, executor, config)
         if follow or (is_new and _has_ended_at_once(folder)):
-            follow_to_end(folder, progress, ended)
+            follow_to_end(folder, progress, as_json=as_json)
         elif is_new:
             progress.close()
             typer.echo(f"run {folder.name} started\n{watch}")
@@ -167,7 +151,7 @@ def _note(text: str) -> None:
     show_parts(f"! {text}", to_stderr=True)
 
 
-def _follow(folder: RunFolder, executor: Executor, progress: RunProgress, ended: Ended) -> None:
+def _follow(folder: RunFolder, executor: Executor, progress: RunProgress, *, as_json: bool) -> None:
     """Supervise a run in this process and show its progress."""
     from pipeline.engine.supervisor import Supervisor, SupervisorStopped, stop_on_signals
 
@@ -188,10 +172,10 @@ def _follow(folder: RunFolder, executor: Executor, progress: RunProgress, ended:
         raise KeyboardInterrupt from None
     finally:
         executor.close()
-        _show_end(folder, supervisor.status, progress, ended)
+        _show_end(folder, supervisor.status, progress, as_json=as_json)
 
 
-def _show_end(folder: RunFolder, status: RunStatus, progress: RunProgress, ended: Ended) -> None:
+def _show_end(folder: RunFolder, status: RunStatus, progress: RunProgress, *, as_json: bool = False) -> None:
     """Show how a run ended, without its error, which `main` prints."""
     from pipeline.journal.run_status import State
     from pipeline.journal.run_view import RunView
@@ -199,13 +183,13 @@ def _show_end(folder: RunFolder, status: RunStatus, progress: RunProgress, ended
     from pipeline.report.tables import show_parts
 
     gap = [""] * progress.end(RunView(folder, status))
-    if ended is not None:
-        ended(status)
+    if as_json:
+        print_json(status.to_json())
     elif status.state is not State.ABANDONED and (lines := ending(status, folder.command())):
         show_parts(*gap, *lines)
 
 
-def follow_to_end(folder: RunFolder, progress: RunProgress, ended: Ended = None) -> None:
+def follow_to_end(folder: RunFolder, progress: RunProgress, *, as_json: bool = False) -> None:
     """Show a run that another process supervises until it has ended or is orphaned; Ctrl-C does not stop it."""
     from pipeline.engine.submission import followed, refuse_failed
 
@@ -215,5 +199,5 @@ def follow_to_end(folder: RunFolder, progress: RunProgress, ended: Ended = None)
         progress.close()
         typer.echo(f"the run continues\n  watch it: {_status_of(folder)}", err=True)
         raise
-    _show_end(folder, status, progress, ended)
+    _show_end(folder, status, progress, as_json=as_json)
     refuse_failed(folder, status)

@@ -124,9 +124,8 @@ def _divide(
     division = divide_items(shared, wanted)
     filled = len(set(division.split_N.tolist()))
     if folds > filled:
-        problem = (
-            f"{tables.plural(folds - filled, 'fold')} of {folds} have no items to test: too few independent groups"
-        )
+        empty = tables.plural(folds - filled, "fold")
+        problem = f"{empty} of {folds} have no items to test: too few independent groups"
         refuse(problem, "--folds", Command.of("data split --folds", max(FEWEST_FOLDS, filled), "--out", out))
     files = fold_files(out, folds) if folds else [out]
     with written_to(out):
@@ -147,18 +146,15 @@ def _division_shown(document: dict[str, Any], division: Division, shared: Shared
     from pipeline.report import tables
 
     rejected = f", {shared.rejected:,} rejected" if shared.rejected else ""
-    yield (
-        f"{document['items']:,} items{rejected}; {shared.chains:,} chains; "
-        f"{tables.plural(document['components'], 'component')} without shared chains"
-    )
+    groups = tables.plural(document["components"], "component")
+    yield f"{document['items']:,} items{rejected}; {shared.chains:,} chains; {groups} without shared chains"
     yield ""
     rows = [
         (name, f"{split['asked']:.1%}", f"{split['share']:.1%}", f"{split['items']:,}", _size(split["median_residues"]))
         for name, split in document["splits"].items()
     ]
-    yield tables.text_table(
-        ("split", "requested", "got", "items", "median residues"), rows, right="requested got items median residues"
-    )
+    head = ("split", "requested", "got", "items", "median residues")
+    yield tables.text_table(head, rows, right="requested got items median residues")
     yield ""
     largest = ", ".join(f"{count:,}" for count in document["largest"])
     yield f"items of the largest components: {largest} ({document['largest'][0] / document['items']:.1%} in the first)"

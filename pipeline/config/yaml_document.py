@@ -111,9 +111,8 @@ class Document:
             node = _Loader(text).get_single_node()
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            raise self._refusal(
-                f"invalid YAML: {_advice(error)}", (mark.line if mark else 0) + 1 + self.offset
-            ) from error
+            line = (mark.line if mark else 0) + 1 + self.offset
+            raise self._refusal(f"invalid YAML: {_advice(error)}", line) from error
         return node or yaml.ScalarNode(_NULL, "", yaml.Mark(self.name, 0, 0, 0, None, 0))
 
     def _enter(self, key: KeyPath, node: yaml.Node, line: int) -> None:
@@ -156,9 +155,8 @@ class Document:
             value = _SCALARS[kind](node.value) if kind in _SCALARS else None
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # neither infinite nor half a character
         except (ValueError, KeyError):
-            self._problem(
-                self._line(node), key, f"{_short(without_secrets_in(node.value, key[-1]))} is not a valid {kind}"
-            )
+            shown = _short(without_secrets_in(node.value, key[-1]))
+            self._problem(self._line(node), key, f"{shown} is not a valid {kind}")
             return None
         return value
 

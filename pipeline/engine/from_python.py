@@ -70,13 +70,8 @@ def submit(
     - `status`: with `wait`, the same as `status()`
     """
     notes, typed = list[str](), _typed(set)
-    wanted = Wanted(
-        stage=stage or "all",
-        executor=executor,
-        only=only,
-        model=None if model is None else os.fspath(model),
-        dry=dry_run,
-    )
+    name = None if model is None else os.fspath(model)
+    wanted = Wanted(stage=stage or "all", executor=executor, only=only, model=name, dry=dry_run)
     result: dict[str, Any] = {"run": None, "folder": None, "new": False, "stages": [], "plan": {}, "notes": notes}
     with _as_guest(config, typed, notes):
         submission = read_submission(Path(config), typed, wanted)
@@ -206,9 +201,8 @@ def _typed(sets: Sets) -> list[str]:
     """Return settings as --set takes them."""
     if not isinstance(sets, Mapping):
         return list(sets)
-    return [
-        f"{key}={value if isinstance(value, str) else json.dumps(value, default=str)}" for key, value in sets.items()
-    ]
+    texts = {key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in sets.items()}
+    return [f"{key}={text}" for key, text in texts.items()]
 
 
 def _plain(document: Any) -> dict[str, Any]:

@@ -59,7 +59,7 @@ WATCH_EVERY_S = 0.5
 INLINE_S = 5.0  # work that takes longer is left to the first supervisor job
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Wanted:
     """What to submit, as the options of `pipeline submit` name it."""
 
@@ -68,7 +68,7 @@ class Wanted:
     only: bool = False
     damage_list: Path | None = None
     model: str | None = None
-    sweep: Sequence[str] = ()
+    sweep: Sequence[str] | None = None
     sweep_file: Path | None = None
     prune: str | None = None
     dry: bool = False  # nothing is submitted
@@ -144,9 +144,9 @@ def refuse(problem: str, option: str, stage: str, more: str = "") -> NoReturn:
 
 def _swept(wanted: Wanted) -> tuple[list[str], list[str]]:
     """Return the options of a sweep, and the settings that they stand for."""
-    words = [word for values in wanted.sweep for word in ("--sweep", values)]
+    words = [word for values in wanted.sweep or () for word in ("--sweep", values)]
     words += ["--sweep-file", str(wanted.sweep_file)] if wanted.sweep_file else []
-    sets = [f"train.sweep.points={typed_points(wanted.sweep, wanted.sweep_file)}"] if words else []
+    sets = [f"train.sweep.points={typed_points(wanted.sweep or (), wanted.sweep_file)}"] if words else []
     if wanted.prune:
         words += ["--prune", wanted.prune]
         sets.append(f"train.sweep.prune={wanted.prune}")

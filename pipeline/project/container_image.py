@@ -123,11 +123,9 @@ def _digest_of_podmans(config: Config, image: str) -> str:
     """Return the id of an image that podman has here."""
     done = run_here(config, f"podman image inspect --format '{{{{.Id}}}}' {shell_word(image)}", "podman")
     if done.returncode == NOT_HERE:
-        raise SubmissionRefused(
-            "podman is not on the PATH here, so its images cannot be checked",
-            where=WHERE,
-            remedy='cluster.slurm.setup: ["module load podman"], or another cluster.slurm.container.runtime',
-        )
+        remedy = f'cluster.slurm.setup: ["module load podman"], or another {WHERE}.runtime'
+        what = "podman is not on the PATH here, so its images cannot be checked"
+        raise SubmissionRefused(what, where=WHERE, remedy=remedy)
     if done.returncode:
         raise _no_image(image, _last_line(done.stderr))
     return done.stdout.strip()
@@ -197,9 +195,8 @@ def _look_for_pyxis(config: Config) -> Iterator[str]:
     done = run_here(config, "srun --help", "srun")
     if "--container-image" not in done.stdout:
         remedy = f"--set {WHERE}.runtime=apptainer, or ask the site for pyxis"
-        raise SubmissionRefused(
-            "srun has no option --container-image here", where=f"{WHERE}.runtime: pyxis", remedy=remedy
-        )
+        what = "srun has no option --container-image here"
+        raise SubmissionRefused(what, where=f"{WHERE}.runtime: pyxis", remedy=remedy)
     yield "pyxis starts images only in jobs, so this one could not be checked"
 
 

@@ -125,16 +125,11 @@ def read_list(path: Path, cache: CacheFolder) -> Only:
 
 def _count_in_place(findings: Sequence[DamageFinding], store: Store) -> int:
     """Count the records of a kind whose content is wrong and that are still where they were found."""
-    wrong = [
-        finding
-        for finding in findings
-        if finding.kind == store.kind and finding.fault is Fault.MEANING and finding.key and finding.lost
-    ]
+    of_kind = (finding for finding in findings if finding.kind == store.kind and finding.key and finding.lost)
+    wrong = [finding for finding in of_kind if finding.fault is Fault.MEANING]
     places = store.locate([bytes.fromhex(finding.key) for finding in wrong]) if wrong else []
-    return sum(
-        any(place.shard == finding.shard for place in known_places)
-        for finding, known_places in zip(wrong, places, strict=True)
-    )
+    found = zip(wrong, places, strict=True)
+    return sum(any(place.shard == finding.shard for place in copies) for finding, copies in found)
 
 
 def _open(path: Path, kind: str, cache: CacheFolder, stores: dict[str, Store]) -> None:

@@ -362,10 +362,8 @@ def _weights_of(loaded: LoadedConfig, config: Config, of: str) -> CheckResult:
             return noted_check(f"weights{of}", f"{error.what}; needed by the stage embed", error.remedy)
     beside = loaded.base_dir.absolute()
     weights = Encoding.open(config, _opened(config), remember=False, beside=beside).weights
-    summary = (
-        f"{weights.path}: {weights.layers} layers of {weights.dim}, {weights.precision}, {format_bytes(weights.bytes)}"
-    )
-    return good_check(f"weights{of}", summary)
+    sizes = f"{weights.layers} layers of {weights.dim}, {weights.precision}, {format_bytes(weights.bytes)}"
+    return good_check(f"weights{of}", f"{weights.path}: {sizes}")
 
 
 def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:

@@ -169,9 +169,8 @@ def learned(folder: Path, metric: str) -> str:
     """Return a metric of the validations after the first and the last epoch, and of the test items."""
     (log,), (tested,) = folder.glob("models/*/epochs.jsonl"), folder.glob("models/*/evaluations/*.json")
     epochs = [epoch for epoch in map(json.loads, log.read_text().splitlines()) if metric in epoch["validation"]]
-    first, last = (
-        f"{epoch['validation'][metric]:.3g} after epoch {epoch['epoch']}" for epoch in epochs[:: len(epochs) - 1]
-    )
+    ends = epochs[0], epochs[-1]
+    first, last = (f"{epoch['validation'][metric]:.3g} after epoch {epoch['epoch']}" for epoch in ends)
     test = json.loads(tested.read_text())["evaluation"]
     course = f"{first}, {last} (validation)"
     return f"{metric} {course}, {test['figures'][metric]:.3g} (test, n={test['items']})"

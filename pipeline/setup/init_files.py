@@ -67,10 +67,8 @@ def recipe_text(name: str, site: Site | None) -> str:
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in known:
         close = get_close_matches(name, known, n=1)
-        meant = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(
-            f"no recipe is called {name}{meant}", where="--recipe", remedy=f"pipeline init --recipe {' | '.join(known)}"
-        )
+        what = f"no recipe is called {name}" + (f"; did you mean {close[0]}?" if close else "")
+        raise ConfigError(what, where="--recipe", remedy=f"pipeline init --recipe {' | '.join(known)}")
     text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
     return text.replace("\ncluster:\n", f"\ncluster:\n{where_text(site)}", 1)
 

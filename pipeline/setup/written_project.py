@@ -159,9 +159,8 @@ def _settings_of_model(docking: Docking, here: Config, beside: Path) -> dict[str
     train = model.config.train
     if not isinstance(load_task(train.task, train.options, beside=beside), Publishes):
         what = f"a model of {train.task}, which predicts no poses"
-        raise ConfigError(
-            what, where=f"--model {docking.model}", remedy=Command.of("model list", then=f"   (choose one of {TASK})")
-        )
+        remedy = Command.of("model list", then=f"   (choose one of {TASK})")
+        raise ConfigError(what, where=f"--model {docking.model}", remedy=remedy)
     settings = portable_settings(model.config, there=True)
     if "also" not in settings["embed"]:  # else this project may know another encoder by that name
         del settings["embed"]["weights"]

@@ -69,7 +69,7 @@ def followed(name: str, stream: io.StringIO) -> str:
             early = seen(events[:count])
             progress.show(early.status, lambda early=early: early)  # type: ignore[misc]
         if run.status.state in (*ENDED, State.ABANDONED):
-            _show_end(SimpleNamespace(command=lambda: TYPED), run.status, progress, None)  # type: ignore[arg-type]
+            _show_end(SimpleNamespace(command=lambda: TYPED), run.status, progress)  # type: ignore[arg-type]
         else:
             progress.show(run.status, lambda: run)
             print("a line that the user's own code prints", file=sys.stderr)  # noqa: T201
