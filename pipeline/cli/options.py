@@ -205,6 +205,13 @@ Emit: TypeAlias = Annotated[
 ]
 
 
+def one_stage(verb: str, stage: str | None, option: str | None) -> str:
+    """Return the stage that a verb is given, as STAGE or by --stage; all where it is given none."""
+    if stage and option and stage != option:
+        refuse(f"STAGE is {stage}, but --stage is {option}", "--stage", Command.of(verb, stage))
+    return stage or option or "all"
+
+
 def refuse(problem: str, where: object, remedy: str | Command) -> NoReturn:
     """Raise for options that contradict each other, or a value that cannot be used; say what to type instead."""
     from pipeline.errors import ConfigError

@@ -24,6 +24,7 @@ from pipeline.cli.options import (
     gpus,
     load_config,
     one_of,
+    one_stage,
     print_json,
     refuse,
 )
@@ -104,7 +105,7 @@ def plan_command(
     from pipeline.project.project import Project, open_executor
     from pipeline.report import tables
 
-    stage = stage or stage_option or "all"
+    stage = one_stage("plan", stage, stage_option)
     loaded = load_config(config, sets)
     of_training = [name for name, given in (("--gpu", gpu), ("--probe", probe), ("--sizes", sizes)) if given]
     if of_training and graph is not None:

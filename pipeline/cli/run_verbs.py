@@ -24,6 +24,7 @@ from pipeline.cli.options import (
     Sweep,
     SweepFile,
     Where,
+    one_stage,
     print_json,
 )
 from pipeline.command_line import Command
@@ -73,7 +74,7 @@ def submit_command(
     from pipeline.engine.submission import Wanted, accept_code, checked, read_submission, refuse
     from pipeline.report.live_status import RunProgress
 
-    stage = stage or stage_option or "all"
+    stage = one_stage("submit", stage, stage_option)
     dry = dry_run or emit is not None
     if as_json and (emit is not None or not dry_run):
         refuse("requires --dry-run", "--json", stage, "--dry-run --json")

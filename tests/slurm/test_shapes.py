@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.api import cancel, submit
 from tests.encoder.sequences import natural
 from tests.testkit.cluster import Cluster
 
@@ -91,3 +92,14 @@ def test_a_supervisor_on_the_login_node_brings_a_run_to_its_end(healthy: Cluster
     assert {stage["state"] for stage in ended(project)["stages"]} == {"done"}
     names = healthy.run("sacct", "-n", "-P", "-X", "-S", "now-10minutes", "-o", "JobName").stdout
     assert Path(str(ended(project)["name"])).name not in "".join(name for name in names.split() if "supervise" in name)
+
+
+@pytest.mark.nightly
+def test_a_program_submits_jobs_by_a_function_and_cancels_them_by_another(healthy: Cluster, project: Path) -> None:
+    settings = {"cluster.slurm.cards": []}
+    begun = submit(project, "embed", set=settings)
+    ended = cancel(project, begun["run"])
+    assert (begun["new"], list(begun["plan"]["scripts"])[-1], ended["state"]) == (True, "supervise.sbatch", "stopped")
+    healthy.settle()
+    done = submit(project, "embed", set=settings, wait=True)
+    assert (done["status"]["state"], done["run"] == begun["run"]) == ("done", False)
