@@ -183,6 +183,8 @@ class EventKind(StrEnum):
     JOB_SUBMITTING = "job_submitting"  # written before, so that a job whose id was lost is found by its tag
     JOB_SUBMITTED = "job_submitted"
     JOB_REFUSED = "job_refused"
+    TRIAL_ASKED = "trial_asked"  # a search chose the settings of its next point; its task comes after
+    TRIAL_ENDED = "trial_ended"
     TASK_SPLIT = "task_split"
     TASK_GIVEN_UP = "task_given_up"
     TASK_CANCELLED = "task_cancelled"  # by hand, and alone: the others go on

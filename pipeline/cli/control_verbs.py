@@ -119,7 +119,7 @@ def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, 
     """End points of a sweep alone."""
     from pipeline.engine.lifecycle import cancel_points, points_to_end
     from pipeline.journal.run_status import ENDED
-    from pipeline.planning.trainings import points_in
+    from pipeline.planning.points import points_in
     from pipeline.report.tables import plural
 
     folder, frozen, executor, status = opened

@@ -46,7 +46,7 @@ def logs_command(
     """Show logs of failed tasks, else the newest logs."""
     from pipeline.journal.run_logs import LogChoice, wanted_logs
     from pipeline.journal.run_status import StatusReader
-    from pipeline.planning.trainings import named_point
+    from pipeline.planning.points import named_point
 
     if follow and as_json:
         refuse("cannot be combined with --follow", "--json", "leave -f or --json out")

@@ -59,6 +59,18 @@ def parse_option(value: object) -> object:
     return tuple(value) if isinstance(value, list | tuple) else value
 
 
+def parse_range(value: object) -> object:
+    """Return the values that a search may choose for a setting: a list of choices, or the ends of a range."""
+    if isinstance(value, list | tuple) and len(value) > 1:
+        return tuple(map(parse_option, value))
+    match value:
+        case {"low": low, "high": high, **more} if type(low) in (int, float) and type(high) in (int, float):
+            is_log = more.get("log", False)
+            if more.keys() <= {"log"} and isinstance(is_log, bool) and low < high and (low > 0 or not is_log):
+                return value
+    raise _wants("a list of choices, or {low: 1e-5, high: 1e-2} with log: true or without")
+
+
 def parse_line(value: str) -> str:
     """Return a text that a script can hold in one line."""
     if not value.isprintable():
@@ -233,6 +245,13 @@ Option: TypeAlias = Annotated[
     Any,
     PlainValidator(parse_option),
     WithJsonSchema({"anyOf": [{"type": list(_PLAIN)}, {"type": "array", "items": {"type": list(_PLAIN)}}]}),
+]
+
+_ENDS = {"low": {"type": "number"}, "high": {"type": "number"}, "log": {"type": "boolean"}}
+Range: TypeAlias = Annotated[
+    Any,
+    PlainValidator(parse_range),
+    WithJsonSchema({"anyOf": [{"type": "object", "properties": _ENDS}, {"type": "array", "minItems": 2}]}),
 ]
 
 

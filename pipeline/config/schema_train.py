@@ -17,6 +17,7 @@ from pipeline.config.schema_parts import (
     ItemLimit,
     Name,
     Option,
+    Range,
     Section,
     setting,
 )
@@ -181,11 +182,36 @@ class SweepSection(Section):
     points: tuple[dict[Name, Option], ...] = setting(
         (), "Settings of each training, over the others. `pipeline submit --sweep` writes them."
     )
+    search: Literal["none", "optuna"] = setting(
+        "none", "optuna: choose each point by the results of earlier ones. Needs the extra `search`."
+    )
+    space: dict[Name, Range] = setting(
+        {}, "What a search chooses from, by setting: a range such as {low: 1e-5, high: 1e-2, log: true}, or a list."
+    )
+    trials: int = setting(20, "Number of points of a search.", ge=1)
+    at_once: int = setting(4, "Points that a search trains at once. More at once learn from fewer results.", ge=1)
     prune: Literal["none", "median"] = setting(
         "none", "median: stop points that are worse than the median of the others at the same epoch."
     )
     grace: int = setting(3, "Epochs before a point can be pruned.", ge=1)
     parallel: int = setting(16, "Maximum number of points that train at once on a cluster.", ge=1)
+
+    @property
+    def is_search(self) -> bool:
+        return self.search != "none"
+
+    @property
+    def is_used(self) -> bool:
+        return self.is_search or bool(self.points)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        if self.is_search and self.points:
+            yield "points", "and search exclude each other: set search: none to train given points"
+        if self.is_search and not self.space:
+            yield (
+                "space",
+                "is empty: name settings, such as {train.learning_rate: {low: 1e-5, high: 1e-2, log: true}}",
+            )
 
 
 class TrainSection(Section):

@@ -63,6 +63,7 @@ class StageSurvey:
     bytes: int = 0  # what the results will take in the cache
     cost: float = 0.0  # in the unit in which tasks tell how far they are
     parts: Mapping[str, StageSurvey] = field(default_factory=dict)  # the same of each encoder, where there are several
+    search: Mapping[str, Any] = field(default_factory=dict)  # of a sweep that is a search
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from pipeline.project.container_image import with_digest
 from pipeline.project.project import cluster_name, profiles_of
 from pipeline.records import EventKind
 from pipeline.stage_names import StageName
-from pipeline.stages.jobs import candidates, first_job, job_of, limits_of, on_cards, recipe_name
+from pipeline.stages.jobs import candidates, first_job, job_of, limits_of, on_cards
 from pipeline.stages.script import script_of
 from pipeline.store.store import in_chunks
 from pipeline.units import format_seconds
@@ -140,7 +140,8 @@ class Dispatch:
         """Record memory and time of these attempts, from which later runs plan."""
         cluster = cluster_name(self._config)
         names = {status.name_of(attempt.task) for attempt in attempts}
-        recipes = {name: recipe_name(stage.at(project, name), stage) for name in names}
+        shared = self._planned(project, stage, status)
+        recipes = {name: status.own.get(name, shared).recipe for name in names}
         shards = worklist.read_shards(self._folder, stage.name)
         measured = [
             Measured(

@@ -27,8 +27,9 @@ from pipeline.journal.ledger import SUPERVISOR, Ledger, has_ended
 from pipeline.journal.run_folder import runs_in, writing_run
 from pipeline.journal.run_status import ENDED, State, StatusReader
 from pipeline.journal.run_view import view
+from pipeline.planning.points import LISTED, named_points
 from pipeline.planning.prepare import DECISIVE
-from pipeline.planning.trainings import LISTED, named_points
+from pipeline.planning.points import LISTED, named_points
 from pipeline.project.project import open_executor
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.project.run_code import freeze, freeze_files, load_reader, sources
@@ -205,7 +206,10 @@ def _trainings(config: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what decides each training of a configuration: one, or the points of its sweep."""
     train = config.get("train", {})
     decided = {"train": {name: train.get(name) for name in (*DECISIVE, "command")}}
-    points = train.get("sweep", {}).get("points", ())
+    sweep = train.get("sweep", {})
+    points = sweep.get("points", ())
+    if sweep.get("search", "none") != "none":
+        decided["train"] |= {"sweep": sweep}
     return [with_settings(decided, point) for point in points] or [decided]
 
 

@@ -28,7 +28,8 @@ from pipeline.journal.run_view import ViewReader
 from pipeline.planning.prepare import accept_code as accept_trained_code
 from pipeline.planning.prepare import prepare
 from pipeline.planning.trained_model import place_of
-from pipeline.planning.trainings import plan_trainings, typed_points, unplanned
+from pipeline.planning.points import typed_points
+from pipeline.planning.trainings import plan_trainings, unplanned
 from pipeline.project.container_image import is_contained, refuse_unfit_image, with_digest
 from pipeline.project.project import Project, open_executor, stays
 from pipeline.project.restriction import only_of, read_list
@@ -116,7 +117,7 @@ def read_submission(file: Path | None, sets: Sequence[str], wanted: Wanted) -> S
     swept, points = _swept(wanted)
     loaded = read_config(find_config(file), [*sets, *points])
     config = loaded.config
-    if wanted.prune and not config.train.sweep.points:
+    if wanted.prune and not config.train.sweep.is_used:
         refuse("requires --sweep", "--prune", "train", "--sweep train.seed=0:5")
     if model is not None:
         chosen = _settings_of_model(stage, model, config)
@@ -170,8 +171,8 @@ def _stages_of(project: Project, wanted: Wanted) -> tuple[Project, list[str]]:
     """Return the stages to run, and the project, confined to what a damage list names where there is one."""
     if wanted.stage != StageName.REGENERATE:
         stages = table.up_to(wanted.stage, project.config)
-        if project.config.train.sweep.points and StageName.TRAIN in stages[:-1]:
-            refuse(f"a sweep trains many models; stage {stages[-1]} needs one", "train.sweep.points", "train")
+        if project.config.train.sweep.is_used and StageName.TRAIN in stages[:-1]:
+            refuse(f"a sweep trains many models; stage {stages[-1]} needs one", "train.sweep", "train")
         return project, stages[-1:] if wanted.only else stages
     refuse_unusable(project.cache)
     if wanted.damage_list is None:
@@ -183,7 +184,7 @@ def _stages_of(project: Project, wanted: Wanted) -> tuple[Project, list[str]]:
 
 def accept_code(project: Project) -> str:
     """Let the training that differs in nothing but its code go on with the code of today; return its name."""
-    if project.config.train.sweep.points:
+    if project.config.train.sweep.is_used:
         more = "--set KEY=VALUE --accept-code"
         refuse("accepts code for one training, not for a sweep", "--accept-code", "train", more)
     prepared = prepare(project)

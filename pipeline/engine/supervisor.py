@@ -33,6 +33,7 @@ from pipeline.config.masking import without_secrets
 from pipeline.engine.dispatch import Dispatch, is_over
 from pipeline.engine.handover import STOPPED_CODE, NextVisit, claim_visit, own_job, own_name, refuse_elsewhere
 from pipeline.engine.notices import notify, notify_of_waits
+from pipeline.engine.searching import Search, awaited
 from pipeline.errors import (
     AllocationEnded,
     CacheFull,
@@ -105,6 +106,7 @@ class Supervisor:
         self.reader.ledger.skip(writer)
         self.stages = [table.stage(name, self.config) for name in json.loads(folder.stages.read_text())]
         self.dispatch = Dispatch(folder, self.config, executor, self.status, self._emit)
+        self.search = Search(folder, executor, self._emit)
         self.next = NextVisit(folder, self.config, executor, self.status, self.number, self._emit)
         self.until, self.is_visit, self.is_job, self.is_crowded = math.inf, False, False, False
         self.at: Stage | None = None  # the stage at work
@@ -154,7 +156,7 @@ class Supervisor:
     def _leave(self) -> bool:
         """Let the next visit begin when the jobs have ended."""
         self._refuse_if_taken_over()
-        self.next.release(self._live())
+        self.next.release([job for status in self.status.stages.values() for job in awaited(status)])
         return False
 
     def _refuse_if_taken_over(self) -> None:
@@ -257,7 +259,7 @@ class Supervisor:
         planned = plan_stage(self.project, stage, self.executor, self.folder)
         self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, **planned.to_json())
         status = self.status.stages[stage.name]
-        if planned.survey.shards:
+        if planned.survey.shards or planned.survey.search:
             if stage.kinds:
                 refuse_unfit_disk(self.project, planned.survey, stage.kinds)
             self._send(stage, status)
@@ -292,6 +294,8 @@ class Supervisor:
             self.next.submit()
         try:
             self.dispatch.send(self.project, stage, status)
+            if status.search and self.search.advance(self.project, stage, status):
+                self.dispatch.send(self.project, stage, status)
         except SubmissionRefused as error:
             self.is_crowded = self.is_job and isinstance(error, QueueFull)  # the next visit tries again
             if not status.live and not self.is_crowded:

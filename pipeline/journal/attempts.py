@@ -101,6 +101,11 @@ class TaskRecord:
         return self.job is None and not self.good and not self.cancelled
 
     @property
+    def given_up(self) -> bool:
+        """Whether its last attempt failed and no other follows."""
+        return self.open and bool(self.ended) and self.attempt in self.then
+
+    @property
     def word(self) -> Word:
         """The report of the newest attempt's worker."""
         return self.words.get(self.attempt, SILENCE)

@@ -129,6 +129,20 @@ class TimeSlots:
             self.width_s, self.counts = 2 * self.width_s, wider
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A point of a search: its settings, and how it ended."""
+
+    number: int
+    name: str
+    settings: Mapping[str, Any]
+    task: int | None = None  # None: there was nothing to train
+    state: State = State.RUNNING
+    value: float | None = None  # the best one of the monitored metric
+    epochs: int = 0  # that it was trained
+    why: str = ""
+
+
 @dataclass(slots=True)
 class StageStatus:
     """One stage of a run."""
@@ -153,6 +167,8 @@ class StageStatus:
     cost: float = 0.0  # to do, in the unit of the figure `cost_done`
     planned: StageJob | None = None  # the job of first attempts; None before the stage begins
     own: dict[str, StageJob] = field(default_factory=dict)  # the same by the name of tasks that have plans of their own
+    search: Mapping[str, Any] = field(default_factory=dict)  # trials, monitor, lower; empty: it is no search
+    asked: dict[int, Trial] = field(default_factory=dict)  # of a search, by number
     limits: Limits | None = None  # under which that was planned, where known
     done: dict[str, int] = field(default_factory=dict)  # process → items
     rejected: dict[str, Mapping[str, int]] = field(default_factory=dict)  # process → reason → items
@@ -202,11 +218,17 @@ class StageStatus:
     @property
     def is_swept(self) -> bool:
         """Whether its tasks are points of a sweep, each known by its name."""
-        return bool(self.names) and not self.parts
+        return bool(self.names or self.search) and not self.parts
+
+    @property
+    def best_trial(self) -> Trial | None:
+        """The trial with the best value so far, the first of equal ones."""
+        known = [trial for trial in self.asked.values() if trial.value is not None]
+        return min(known, key=lambda trial: (trial.value or 0.0) * (1 if self.search["lower"] else -1), default=None)
 
     def plan_of(self, number: int, shared: StageJob) -> StageJob:
-        """Return the job of a task's first attempts: that of its encoder; points of a sweep share theirs."""
-        return self.own.get(self.name_of(number), shared) if self.parts else shared
+        """Return the job of a task's first attempts: that of its encoder or trial; points of a grid share theirs."""
+        return self.own.get(self.name_of(number), shared) if self.parts or self.search else shared
 
     def name_of(self, number: int) -> str:
         """Return the name of what a task is of; empty where tasks have none."""
@@ -353,6 +375,7 @@ class StageStatus:
             "failures": failures,
             "jobs": [job.to_json() for job in self.jobs.values()],
             "left_out": list(self.left_out),
+            "asked": plain(list(self.asked.values())),
         }
 
 
@@ -530,6 +553,10 @@ class RunStatus:
             _end(stage, reported(Attempt, data))
         elif event.kind is EventKind.STAGE_SUBMITTED:
             _begin(stage, event)
+        elif event.kind is EventKind.TRIAL_ASKED:
+            _ask(stage, data)
+        elif event.kind is EventKind.TRIAL_ENDED:
+            stage.asked[data["number"]] = reported(Trial, data)
         elif event.kind is EventKind.STAGE_ENDED:
             stage.state, stage.ended_at = State(data["state"]), event.at
             stage.census, stage.judged, stage.error = data["census"], data["warnings"], data["error"]
@@ -566,12 +593,29 @@ def _begin(stage: StageStatus, event: Event) -> None:
     stage.state, stage.submitted, stage.started_at = State.RUNNING, True, event.at
     for number in range(stage.tasks):
         stage.task(number)
-    stage.parts = event.data.get("parts", {})
+    stage.parts, stage.search = event.data.get("parts", {}), event.data.get("search", {})
     for name, job in event.data.get("jobs", {}).items():
-        stage.own[name] = StageJob.from_json(job)
-        for number in parse_ranges(job["tasks"]):
-            stage.give_name(number, name)
-            stage.task(number).first = stage.own[name].ask
+        _plan(stage, name, job)
+
+
+def _plan(stage: StageStatus, name: str, job: Mapping[str, Any]) -> None:
+    """Record the planned job of the tasks of an encoder or of a point."""
+    stage.own[name] = StageJob.from_json(job)
+    for number in parse_ranges(job["tasks"]):
+        stage.give_name(number, name)
+        stage.task(number).first = stage.own[name].ask
+
+
+def _ask(stage: StageStatus, data: Mapping[str, Any]) -> None:
+    """Add a trial, and the task that trains it."""
+    trial = reported(Trial, data)
+    if trial.number in stage.asked:  # two visits may ask for it
+        return
+    stage.asked[trial.number] = trial
+    for name, count in data["counts"].items():
+        setattr(stage, name, getattr(stage, name) + count)
+    if trial.task is not None:
+        _plan(stage, trial.name, data["job"])
 
 
 def _submit(stage: StageStatus, event: Event) -> None:

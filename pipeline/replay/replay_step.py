@@ -24,10 +24,11 @@ from pipeline.errors import ConfigError, DataError, JobFailed, PipelineError, Pl
 from pipeline.files import json_object
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import RunFolder
+from pipeline.planning.points import named_point
 from pipeline.planning.prepare import folder_of, task_sizes, trained_table
 from pipeline.planning.rank_setup import set_allocator
 from pipeline.planning.training_work import Work, configs_of_stages, least_of, target_of
-from pipeline.planning.trainings import named_point, read_trainings, view_of
+from pipeline.planning.trainings import read_trainings, view_of
 from pipeline.project.project import Project
 from pipeline.project.run_code import blamed, module_command, package_digest
 from pipeline.records import TaskContext
@@ -119,10 +120,10 @@ def project_of_run(folder: RunFolder, point: str | None = None) -> tuple[Project
         trainings = read_trainings(folder)
     except ValueError as error:
         raise _of_another_version(error, folder.plan(StageName.TRAIN)) from error
-    plans = {training.name: training.prepared for training in trainings if training.prepared}
-    names = list(plans)
-    name = names[named_point(point or "", names)] if names != [""] else ""
-    return view_of(project, name), folder_of(project, plans[name])
+    planned = [(training, training.prepared) for training in trainings if training.prepared]
+    names = [training.name for training, _ in planned]
+    training, prepared = planned[named_point(point or "", names) if names != [""] else 0]
+    return view_of(project, training), folder_of(project, prepared)
 
 
 # The share

@@ -144,6 +144,8 @@ class StagePlan:
             plain["parts"] = {part.name: {**part.counts(), "cost": part.survey.cost} for part in self.parts()}
         if self.own:
             plain["jobs"] = {name: job.to_json() for name, job in self.own.items()}
+        if self.survey.search:
+            plain["search"] = dict(self.survey.search)
         return plain
 
 

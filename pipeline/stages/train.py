@@ -24,6 +24,7 @@ from pipeline.planning.prepare import (
     FLAG,
     code_of,
     folder_of,
+    has_input,
     known_plan,
     phase_items,
     tables_of,
@@ -33,13 +34,15 @@ from pipeline.planning.prepare import (
     with_task,
 )
 from pipeline.planning.rank_setup import device_here, join_ranks, log_line, staged
+from pipeline.planning.search import refuse_unsearchable
 from pipeline.planning.training_work import Work, configs_of_stages
 from pipeline.planning.trainings import (
+    Training,
     known_plans,
     plan_trainings,
     read_trainings,
-    training_names,
     view_of,
+    views_of,
     write_trainings,
 )
 from pipeline.project.run_code import blamed, load_task
@@ -105,10 +108,10 @@ class TrainStage(Stage):
 
     def at(self, project: Project, name: str) -> Project:
         """Return the project of a point."""
-        return view_of(project, name)
+        return views_of(project)[name] if name else project
 
     def are_apart(self, config: Config) -> bool:
-        return bool(config.train.sweep.points)
+        return config.train.sweep.is_used
 
     def parallel(self, config: Config) -> int:
         return config.train.sweep.parallel if self.are_apart(config) else super().parallel(config)
@@ -116,12 +119,14 @@ class TrainStage(Stage):
     def inspect(self, project: Project) -> None:
         """Raise where nothing can be trained: there are no structures, or the task cannot be loaded."""
         train = project.config.train
-        if prunes(project) and train.validation.split is None:
-            what = "pruning needs validations, but train.validation.split is null"
-            raise ConfigError(what, where="train.sweep.prune", remedy="set a split, or omit --prune")
+        if (prunes(project) or train.sweep.is_search) and train.validation.split is None:
+            what = "a search and pruning need validations, but train.validation.split is null"
+            raise ConfigError(what, where="train.sweep", remedy="set a split, or omit --prune")
+        if train.sweep.is_search:
+            refuse_unsearchable(project.config)
         refuse_sequences(project.config)
         refuse_unknown_splits(project)
-        for view in (view_of(project, name) for name in training_names(project)):
+        for view in views_of(project).values():
             refuse_crop(view.config)
             code_of(view)
             if known_plan(view) is None:  # else it was made with this very task, these embeddings and these weights
@@ -133,26 +138,28 @@ class TrainStage(Stage):
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002
         """Find how far each training is, and plan the rest."""
+        if folder is not None and project.config.train.sweep.is_search:
+            return self._search(project, folder)
         trainings = plan_trainings(project)
         if trainings is None:
-            return unprepared(project, folder, len(training_names(project)))
-        cached, shards = 0, list[Shard]()
-        for training in trainings:
-            if training.prepared is None:
-                continue
-            view = view_of(project, training.name)
-            made = folder_of(view, training.prepared)
-            progress = progress_of(made)
-            is_pruned = prunes(project) and Pruned.read(made, progress.epoch) is not None
-            cached += progress.done
-            if left := 0 if is_pruned else steps_left(view, training.prepared, progress):
-                shards.append(Shard(progress.done, progress.done + left, 1, of=training.name))  # which has no halves
+            return unprepared(project, folder, len(views_of(project)))
+        shares = [share_of(project, training) for training in trainings if training.prepared]
         if folder is not None:
             write_trainings(folder, trainings)
-        missing = sum(shard.end - shard.start for shard in shards)
-        refused = sum(training.prepared is None for training in trainings)
-        counts = NOTHING | {"items": cached + missing, "cached": cached, "missing": missing, "refused": refused}
-        return StageSurvey(counts, tuple(shards), cost=float(missing))
+        cached, missing = (sum(getattr(share, name) for share in shares) for name in ("start", "items"))
+        counts = {"items": cached + missing, "cached": cached, "missing": missing}
+        counts |= {"refused": len(trainings) - len(shares)}
+        shards = tuple(replace(share, items=1) for share in shares if share.items)  # which has no halves
+        return StageSurvey(NOTHING | counts, shards, cost=float(missing))
+
+    def _search(self, project: Project, folder: RunFolder) -> StageSurvey:
+        """Begin a search, which has no task until its first trial is asked for."""
+        if not has_input(project):
+            return unprepared(project, folder)
+        write_trainings(folder, ())
+        train = project.config.train
+        about = {"monitor": train.validation.monitor, "lower": train.validation.lower_is_better}
+        return StageSurvey(NOTHING, (), search={"trials": train.sweep.trials, **about})
 
     def mem_bytes(self, project: Project) -> int:
         """Return the most memory that a node needs for any training, or a default until there is a plan."""
@@ -168,9 +175,9 @@ class TrainStage(Stage):
 
     def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
         """Train, as one of the ranks."""
-        shard = read_shard(folder, self.name, task)
-        view = view_of(project, shard.of)
-        plans = {training.name: training.prepared for training in read_trainings(folder) if training.prepared}
+        shard, trainings = read_shard(folder, self.name, task), read_trainings(folder)
+        view = next(view_of(project, training) for training in trainings if training.name == shard.of)
+        plans = {training.name: training.prepared for training in trainings if training.prepared}
         own = plans.pop(shard.of)
         prune = None
         if prunes(project):
@@ -182,15 +189,19 @@ class TrainStage(Stage):
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Trained:  # noqa: ARG002
         """Return the result of each training, by its newest intact checkpoint, every byte of which is read."""
-        plan, is_sweep = read_trainings(folder)[0].prepared, self.are_apart(project.config)
-        judged = trained_so_far(project, plan) if plan and not is_sweep else swept_so_far(project, folder)
+        if self.are_apart(project.config):
+            judged: Trained = swept_so_far(project, folder)
+        else:
+            (training,) = read_trainings(folder)
+            assert training.prepared is not None
+            judged = trained_so_far(project, training.prepared)
         judged.left_out(damaged_items(folder))
         return judged
 
     def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:  # noqa: ARG002
         """Return warnings about what was not trained or validated, skipped items and recoveries of memory."""
         rows = judged.points if isinstance(judged, SweepResult) else []
-        left = [row for row in rows if row["state"] in (State.CANCELLED, State.INFEASIBLE)]
+        left = [row for row in rows if row["state"] in (State.CANCELLED, State.INFEASIBLE, State.FAILED)]
         skipped = f"{judged.skipped:,} items are too large for any plan and were skipped (train.oversize: skip)"
         ooms = f"{OUT_OF_MEMORY} {judged.ooms:,} times; no step was lost   (pipeline replay {folder.name} shows where)"
         whose = "1 item was skipped: its" if judged.damaged == 1 else f"{judged.damaged:,} items were skipped: their"
@@ -210,6 +221,17 @@ def training_recipe(project: Project) -> Mapping[str, Any]:
     """Return the choices under which measurements of jobs of a model are kept."""
     train = project.config.train
     return {"task": train.task, "options": dict(train.options), "batch": train.effective_batch}
+
+
+def share_of(project: Project, training: Training) -> Shard:
+    """Return the steps of a training, after those that are done; as its items how many are left, none if it is over."""
+    assert training.prepared is not None
+    view = view_of(project, training)
+    made = folder_of(view, training.prepared)
+    progress = progress_of(made)
+    is_pruned = prunes(project) and Pruned.read(made, progress.epoch) is not None
+    left = 0 if is_pruned else steps_left(view, training.prepared, progress)
+    return Shard(progress.done, progress.done + left, left, of=training.name)
 
 
 def unprepared(project: Project, folder: RunFolder | None, tasks: int = 1) -> StageSurvey:

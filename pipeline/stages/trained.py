@@ -159,10 +159,13 @@ def damaged_items(folder: RunFolder) -> list[str]:
 def swept_so_far(project: Project, folder: RunFolder) -> SweepResult:
     """Return the result of every point of a sweep; its models get links in the run's folder."""
     judged = SweepResult(folder=str(project.config.train.models), monitor=project.config.train.validation.monitor)
-    cancelled = StatusReader(folder).read().stages[StageName.TRAIN].cancelled
+    status = StatusReader(folder).read().stages[StageName.TRAIN]
+    failed = {trial.name: trial.why for trial in status.asked.values() if trial.state is State.FAILED}
     for training in read_trainings(folder):
-        by_hand = cancelled.get(training.name, "")
-        result, point = _of_point(view_of(project, training.name), training, by_hand, may_be_pruned=prunes(project))
+        result, point = point_result(project, training, status.cancelled.get(training.name, ""))
+        if result.undone and training.name in failed and status.best_trial:  # of a search, which others have served
+            result.undone = 0
+            point |= {"state": State.FAILED, "why": failed[training.name]}
         judged.points.append(point)
         judged.items += result.items
         judged.steps += result.steps
@@ -178,16 +181,14 @@ def swept_so_far(project: Project, folder: RunFolder) -> SweepResult:
     return judged
 
 
-def _of_point(
-    project: Project, training: Training, cancelled: str, *, may_be_pruned: bool
-) -> tuple[Trained, dict[str, Any]]:
+def point_result(project: Project, training: Training, cancelled: str = "") -> tuple[Trained, dict[str, Any]]:
     """Return the result of one point, which may have been `cancelled` by hand, and its row."""
     row: dict[str, Any] = {"name": training.name, "model": "", "state": State.INFEASIBLE, "why": training.why}
     if training.prepared is None:
         return Trained(), row
-    trained = trained_so_far(project, training.prepared)
+    trained = trained_so_far(view_of(project, training), training.prepared)
     made = folder_of(project, training.prepared)
-    pruned = Pruned.read(made, trained.epochs) if may_be_pruned and trained.undone else None
+    pruned = Pruned.read(made, trained.epochs) if prunes(project) and trained.undone else None
     why = pruned.why if pruned else cancelled if trained.undone else ""
     state = State.PRUNED if pruned else State.CANCELLED if why else State.UNDONE if trained.undone else State.DONE
     if why:

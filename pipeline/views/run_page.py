@@ -130,7 +130,7 @@ def page_data(folder: RunFolder, run: RunView) -> dict[str, Any]:
 
 
 def _points(folder: RunFolder, config: Config) -> Comparison | None:
-    models = models_of_run(folder) if config.train.sweep.points else []
+    models = models_of_run(folder) if config.train.sweep.is_used else []
     return comparison(models) if models else None
 
 

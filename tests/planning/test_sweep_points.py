@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.config.load import dump_resolved, read_config
 from pipeline.engine.lifecycle import _trainings
 from pipeline.errors import ConfigError
-from pipeline.planning.trainings import (
+from pipeline.planning.points import (
     MOST,
     Point,
     named_point,

@@ -1,0 +1,318 @@
+"""The points of a sweep: the settings in which its trainings differ, as they are typed and as they are meant.
+
+`train.sweep.points` holds those of a grid on the command line, or of a file with a row for each. A point's training is
+that which a plain run with its settings has: what was trained before counts, and what a sweep has trained counts for
+others.
+"""
+
+from __future__ import annotations
+
+import csv
+import fnmatch
+import io
+import json
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from pipeline.command_line import Command
+from pipeline.config.load import dump_resolved, with_settings
+from pipeline.config.schema import FIELDS, PATHS, Config
+from pipeline.config.schema_parts import CONFLICT
+from pipeline.config.site_profiles import anchored
+from pipeline.config.yaml_document import Document, explain
+from pipeline.errors import ConfigError
+from pipeline.planning.prepare import DECISIVE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from pydantic_core import ErrorDetails
+
+
+SWEEP, FILE = "--sweep", "--sweep-file"
+MOST, LISTED = 1000, 10  # points of a run, and of an error
+SWEPT = {  # of section `train`: what makes another training of it
+    *DECISIVE, "schedule", "epochs", "precision", "pretrained", "pretrained_as", "pretrained_map", "pretrained_entry",
+} - {"task"}  # fmt: skip
+RANGE = re.compile(r"(-?\d+):(-?\d+)(?::([1-9]\d*))?")
+PLAIN = re.compile(r"[\w.+\-/~ ]+|\[.*\]|\".*\"|'.*'")  # what may stand in a YAML list as it is
+EXAMPLE = Command.of("submit train --sweep train.seed=0:5 --sweep train.learning_rate=1e-4,3e-4")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Point:
+    """One training of a sweep: what tells it from the others, in words, and its settings."""
+
+    name: str  # seed=3 learning_rate=1e-4
+    settings: Mapping[str, Any]
+    config: Config  # that a plain submit of it would have
+
+
+# What is typed
+
+
+def typed_points(words: Sequence[str], file: Path | None) -> str:
+    """Return the points that `--sweep` and `--sweep-file` name, as YAML: the file's, each with each of the grid."""
+    rows = [{}] if file is None else _listed(file)
+    grid = _grid(words)
+    count = len(rows) * math.prod(map(len, grid.values()))
+    if count > MOST:
+        raise refused(f"{count:,} points are more than the {MOST:,} of one run: submit parts of it", SWEEP)
+    if twice := sorted(grid.keys() & {key for row in rows for key in row}):
+        raise refused(f"{twice[0]} is in {file} and in a {SWEEP}: keep one of the two", FILE)
+    cells = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    return f"[{', '.join(_mapping({**row, **cell}) for row in rows for cell in cells)}]"
+
+
+def _grid(words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of each key."""
+    grid: dict[str, list[str]] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            wants = "wants KEY=VALUES, such as train.seed=0:5 or train.learning_rate=1e-4,3e-4"
+            raise refused(wants, f"{SWEEP} {word}")
+        if key in grid:
+            raise refused(f"{key} is swept twice: name all its values in one", f"{SWEEP} {word}")
+        if not (values := _values(text)):
+            raise refused(f"{key} gets no value from {text!r}", f"{SWEEP} {word}")
+        grid[key] = [_placed(key, value, Path.cwd()) for value in values]
+    return grid
+
+
+def _placed(key: str, value: str, base: Path) -> str:
+    """Return a value as it is typed, a path as a whole one: relative ones start from where they are written."""
+    is_path = tuple(key.split(".")) in PATHS or (key.startswith("train.options.") and value.startswith(("./", "../")))
+    return anchored(value, base) if is_path and value not in ("null", "~") else value
+
+
+def _values(text: str) -> list[str]:
+    """Return the values that a text lists: whole numbers as `A:B`, half open, or values between commas."""
+    if (numbers := RANGE.fullmatch(text.strip())) is not None:
+        first, end, step = (int(number or 1) for number in numbers.groups())
+        if len(span := range(first, end, step)) > MOST:
+            raise refused(f"{len(span):,} points are more than the {MOST:,} of one run", f"{SWEEP} {text}")
+        return list(map(str, span))
+    values, depth = [""], 0
+    for letter in text:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and not depth:
+            values.append("")
+        else:
+            values[-1] += letter
+    return [value.strip() for value in values] if all(value.strip() for value in values) else []
+
+
+def _listed(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a file of points, keys and values as they are written: CSV with a header, or a YAML list."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise refused(problem, str(path)) from error
+    rows = _table(text, path) if path.suffix.lower() == ".csv" else _list(text, path)
+    if not rows:
+        raise refused("holds no point: a row of settings for each is wanted", str(path))
+    base = path.absolute().parent
+    return [{key: _placed(key, value, base) for key, value in row.items()} for row in rows]
+
+
+def _table(text: str, path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file; an empty cell leaves the setting as it is."""
+    every = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
+    rows = []
+    try:
+        for number, row in enumerate(every, 2):
+            if None in row or None in row.values():
+                raise refused("a row has more or fewer cells than the header", f"{path}:{number}")
+            rows.append({key.strip(): value.strip() for key, value in row.items() if value.strip()})
+    except csv.Error as error:
+        raise refused(f"no valid CSV: {error}", str(path)) from error
+    return rows
+
+
+def _list(text: str, path: Path) -> list[dict[str, str]]:
+    """Return the rows of a YAML file."""
+    document = Document(str(path)).read(text, ("points",))
+    if document.problems:
+        raise refused(document.problems[0].text, str(path))
+    rows = document.entries[("points",)].value
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        problem = "wants a list of points, as `- {train.seed: 1, train.learning_rate: 3e-4}`"
+        raise refused(problem, str(path))
+    return [{key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()} for row in rows]
+
+
+def _mapping(point: Mapping[str, str]) -> str:
+    """Return a point as YAML."""
+    pairs = ((key, value if PLAIN.fullmatch(value) else json.dumps(value)) for key, value in point.items())
+    return f"{{{', '.join(f'{json.dumps(key)}: {value}' for key, value in pairs)}}}"
+
+
+# What it means
+
+
+def points_in(config: Config) -> tuple[Point, ...]:
+    """Return the points of a sweep; raise ConfigError for those that cannot be, or that are the same training."""
+    rows = config.train.sweep.points
+    if not rows:
+        return ()
+    refuse_script(config)
+    refuse_unswept(key for row in rows for key in row)
+    base = bare(config)
+    short = short_names({key for row in rows for key in row})
+    known: dict[str, str] = {}
+    points = list[Point]()
+    names = [named(row, short, value_as_written) for row in rows]
+    times = Counter(names)
+    for row, usual in zip(rows, names, strict=True):
+        name = usual if times[usual] == 1 else named(row, short, json.dumps)  # files of one name in two folders
+        point = Point(name, dict(row), config_at(base, row, name))
+        same = known.setdefault(_decided(point.config), point.name)
+        if len(points) != len(known) - 1:
+            twice = (
+                f"{point.name} is there twice" if same == point.name else f"{same} and {point.name} are one training"
+            )
+            longer = " (under a constant schedule more epochs are a longer one)" if "train.epochs" in row else ""
+            raise refused(f"{twice}{longer}: every point is a training of its own", SWEEP)
+        points.append(point)
+    return tuple(points)
+
+
+def bare(config: Config) -> dict[str, Any]:
+    """Return a configuration as JSON data, without its sweep."""
+    plain: dict[str, Any] = json.loads(dump_resolved(config))
+    plain["train"]["sweep"] = {}
+    return plain
+
+
+def refuse_script(config: Config) -> None:
+    """Raise where a script is trained, which has no settings to sweep."""
+    if config.train.command is not None or config.train.task is None:
+        raise refused("train.command is a script, which is trained as it is: a sweep needs a train.task", SWEEP)
+
+
+def named(row: Mapping[str, Any], short: Mapping[str, str], written: Callable[[Any], str]) -> str:
+    """Return the name of a point: what is set, in words."""
+    return " ".join(f"{short[key]}={written(value)}" for key, value in row.items()) or "as it is"
+
+
+def _decided(config: Config) -> str:
+    """Return what tells a training from others, as text; of one that more epochs only make longer, without these."""
+    train = config.train
+    is_longer = train.schedule.kind == "constant" and not train.curriculum
+    return train.model_dump_json(exclude={"epochs"} if is_longer else None)
+
+
+def refuse_unswept(keys: Iterable[str]) -> None:
+    """Raise where a key is no setting, or one that makes no other training."""
+    for key in dict.fromkeys(keys):
+        _refuse_unswept(key)
+
+
+def _refuse_unswept(key: str) -> None:
+    section, _, rest = key.partition(".")
+    name = rest.partition(".")[0]
+    path = tuple(key.split("."))
+    is_known = path in FIELDS or any(path[: len(known)] == known for known in FIELDS if known[-1] == "options")
+    if not is_known:
+        detail: Any = {"type": "extra_forbidden"}
+        raise refused(f"{key}: {explain(path, detail)}", SWEEP)
+    if section == "train" and name in SWEPT:
+        return
+    if name == "task":
+        raise refused(f"{key} means another model: start a separate run", SWEEP)
+    if section in ("train", "cluster", "cache"):
+        raise refused(f"{key} does not change the trained model", SWEEP)
+    what = f"{key} changes the training data, which earlier stages make: start a separate run"
+    raise refused(what, SWEEP, Command.submit("train").with_settings((key, "…")))
+
+
+def config_at(base: Mapping[str, Any], settings: Mapping[str, Any], name: str) -> Config:
+    """Return the configuration with a point's settings in it."""
+    try:
+        return Config.model_validate_json(json.dumps(with_settings(base, settings)), strict=True)
+    except ValidationError as error:
+        problems = "; ".join(map(_problem, error.errors(include_url=False)))
+        raise refused(problems, f"{SWEEP} {name}") from error
+
+
+def _problem(detail: ErrorDetails) -> str:
+    """Return what is wrong with a point's settings, in words."""
+    names = tuple(part for part in detail["loc"] if isinstance(part, str))
+    key = (*names, detail["ctx"]["key"]) if detail["type"] == CONFLICT else names
+    return f"{'.'.join(key)}: {explain(key, detail)}"
+
+
+def short_names(keys: Iterable[str]) -> dict[str, str]:
+    """Return the end of each key, as long as it has to be to tell it from the others."""
+    names = {key: key.split(".") for key in keys}
+
+    def end(key: str, length: int) -> str:
+        return ".".join(names[key][-length:])
+
+    return {
+        key: next(
+            end(key, length)
+            for length in range(1, len(parts) + 1)
+            if sum(end(other, length) == end(key, length) for other in names) == 1
+        )
+        for key, parts in names.items()
+    }
+
+
+def value_as_written(value: Any) -> str:
+    """Return a value as people write it: 1e-4, and not 0.0001."""
+    if isinstance(value, float):
+        power = re.sub(r"e([+-])0*", lambda sign: "e" + sign[1].replace("+", ""), f"{value:.15e}")
+        mantissa, _, exponent = power.partition("e")
+        short = f"{mantissa.rstrip('0').rstrip('.')}e{exponent or 0}"
+        return min(repr(value).removesuffix(".0"), short, key=len) if float(short) == value else repr(value)
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    if isinstance(value, list | tuple):
+        return ",".join(map(value_as_written, value))
+    return str(value).rpartition("/")[2]
+
+
+def named_points(name: str, names: Sequence[str], where: str = "--point") -> list[int]:
+    """Return the numbers of the point of that name, or of those that have all of its settings; * stands for any end."""
+    if name in names:
+        return [list(names).index(name)]
+    words = name.replace(",", " ").split()
+    found = [
+        number
+        for number, known in enumerate(names)
+        if words and all(fnmatch.filter(known.split(), word) for word in words)
+    ]
+    if not found:
+        nearest = sorted(names, key=lambda known: SequenceMatcher(None, name, known).ratio(), reverse=True)
+        raise _unnamed(f"no point is called {name!r}", nearest, where)
+    return found
+
+
+def named_point(name: str, names: Sequence[str]) -> int:
+    """Return the number of the point of that name, or of the only one that has all of its settings."""
+    found = named_points(name, names)
+    if len(found) > 1:
+        raise _unnamed(f"{len(found)} points have {name!r}", [names[number] for number in found], "--point")
+    return found[0]
+
+
+def _unnamed(what: str, names: Sequence[str], where: str) -> ConfigError:
+    listed = "; ".join(names[:LISTED]) or "none"
+    return ConfigError(f"{what} (there are: {listed})", where=where, remedy="name one, with all its settings")
+
+
+def refused(what: str, where: str, remedy: Command | str = EXAMPLE) -> ConfigError:
+    """Return the error about points that cannot be."""
+    return ConfigError(what, where=where, remedy=remedy)
