@@ -125,7 +125,8 @@ def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, 
     folder, frozen, executor, status = opened
     if stage is not None:
         refuse("cannot be combined with --stage", "--point", "leave --stage out")
-    points = [point.name for point in points_in(frozen)]
+    trials = [trial.name for stage in status.stages.values() for trial in stage.asked.values()]
+    points = [point.name for point in points_in(frozen)] or trials
     tasks = points_to_end(status, points, wanted)
     if status.state in ENDED:
         typer.echo(f"run {folder.name} is {status.state.value}: nothing to cancel")

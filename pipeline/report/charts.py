@@ -156,7 +156,7 @@ class Line:
     name: str
     points: Sequence[Point]
     colour: int = 0
-    style: str = ""  # `thin`, `dashed`, `plain`
+    style: str = ""  # `thin`, `dashed`, `plain`; `points`: without the line
     hints: Sequence[str] = ()  # what each point says when it is pointed at
 
     @property
@@ -165,8 +165,8 @@ class Line:
 
     @property
     def dots(self) -> list[tuple[Point, str]]:
-        """The points of a short line, each with its hint."""
-        if self.style or len(self.points) > DOTS:
+        """The points of a short line, or of one that is points alone, each with its hint."""
+        if self.style != "points" and (self.style or len(self.points) > DOTS):
             return []
         hints = [*self.hints, *[""] * (len(self.points) - len(self.hints))]
         return [(point, hint) for point, hint in zip(self.points, hints, strict=True) if math.isfinite(point[1])]

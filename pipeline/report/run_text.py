@@ -162,11 +162,21 @@ def made(stage: StageStatus, status: RunStatus) -> Iterator[str]:
     elif stage.name == "regenerate":
         yield f"{plural(stage.items, 'record')} named by the list" if stage.items else "whatever is missing"
     else:
+        yield from trials(stage)
         yield plural(stage.items - stage.refused, unit)
     if epochs := census.get("epochs"):
         yield plural(epochs, "epoch")
     if stage.cached:
         yield f"{stage.cached:,} cached" if stage.missing else "cached"
+
+
+def trials(stage: StageStatus) -> Iterator[str]:
+    """Yield how far a search is, and its best value."""
+    if stage.search:
+        ended = sum(trial.state is not State.RUNNING for trial in stage.asked.values())
+        yield f"{ended:,}/{stage.search['trials']:,} trials"
+    if best := stage.best_trial:
+        yield f"best {stage.search['monitor']} {best.value:.4g}"
 
 
 def doing(stage: StageStatus, run: RunView, pace: float) -> Iterator[str]:
@@ -178,6 +188,7 @@ def doing(stage: StageStatus, run: RunView, pace: float) -> Iterator[str]:
         if delayed := run.delayed(stage):
             yield delayed
         return
+    yield from trials(stage)
     yield f"{done:,}/{stage.missing:,} {unit}s" if done else f"{plural(stage.missing, unit)} to do"
     if rejected := stage.reasons.total():
         yield f"{rejected:,} rejected"

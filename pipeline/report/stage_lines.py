@@ -291,6 +291,8 @@ def progress_lines(stage: StageStatus, run: RunView) -> Iterator[str]:
         left_s = run.left_s(stage)
         left = [f"about {format_seconds(left_s)} left"] if left_s and not stage.measured() else []
         yield "; ".join([f"tasks: {where}", *waits, *left])
+    if best := stage.best_trial:
+        yield f"best trial: {best.number}, {best.name}"
     # Of several processes of a script, the figures of the first.
     latest = {name: value for process in reversed(list(stage.figures.values())) for name, value in process.items()}
     shown = [f"{name.removeprefix(SCRIPT)} {value:,.6g}" for name, value in latest.items() if name.startswith(SCRIPT)]

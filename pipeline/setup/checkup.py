@@ -447,12 +447,15 @@ def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
 def _try_task(loaded: LoadedConfig) -> list[str]:
     """Try the task on tensors without data, and on a few items if graphs exist; return the terms without weights."""
     from pipeline.planning.prepare import size_names, some_items
+    from pipeline.planning.search import refuse_unsearchable
     from pipeline.planning.task_contract import breaches, unweighted_terms
     from pipeline.stages.train import refuse_misfits
 
     train, beside = loaded.config.train, loaded.base_dir.absolute()
     task = load_task(train.task or "", train.options, beside=beside)
     project = Project.open(loaded.config, remember=False, beside=beside)
+    if train.sweep.is_search:
+        refuse_unsearchable(loaded.config)
     sizes = size_names(project)
     items, padded = some_items(project), train.batching == "padded"
     refuse_unknown_splits(project)

@@ -352,10 +352,11 @@ def _loss(training: Training, term: str) -> Chart:
     validated = _by_epoch("validation", training, "validation", _checked(training, term), 1)
     every = [Line("step", steps if len(steps) > 1 else (), 0, "thin"), trained, validated]
     lines = [line for line in every if line.points]
-    return line_chart(f"loss: {term}", _steps(training, *(line.points for line in lines)), lines, _loss_axis)
+    return line_chart(f"loss: {term}", _steps(training, *(line.points for line in lines)), lines, loss_axis)
 
 
-def _loss_axis(low: float, high: float) -> Axis:
+def loss_axis(low: float, high: float) -> Axis:
+    """Return an axis that is logarithmic where positive values lie far apart."""
     return log_axis(low, high) if high > WIDE_RANGE * low > 0 else number_axis(low, high)
 
 

@@ -41,6 +41,7 @@ from pipeline.views import page_charts
 from pipeline.views.compared_models import compared_data, comparison, models_of_run
 from pipeline.views.efficiency import stage_uses
 from pipeline.views.page_charts import STEP_OOM, TRAIN, times_of, training_of
+from pipeline.views.search_charts import search_charts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,6 +110,7 @@ def page_data(folder: RunFolder, run: RunView) -> dict[str, Any]:
         "rejections_file": folder.rejected,
         "training": training,
         "epoch_columns": epoch_columns(training) if training else [],
+        "searched": search_charts(status.stages.get(TRAIN), config.train.sweep),
         "uses": uses,
         "account": or_note("budget", spending_of_run(folder).account),
         "settings": changed_settings(config),
