@@ -1,9 +1,9 @@
 """The best of N trials of a search, against random points of a grid and against random points, on a made-up loss.
 
-    python benchmarks/search.py [--rounds 20] [--trials 24] [--at-once 4] [--save]
+    python benchmarks/search.py [--rounds 100] [--trials 24] [--at-once 4] [--save]
 
 A round is a seed. The loss has one optimum, a setting that hardly matters, one whose best value depends on another, and
-noise as between seeds of a training. The search is asked by the code of the supervisor; only the trainings are left out.
+noise as between seeds of a training. The supervisor's own code asks for trials; only the trainings are left out.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def drawn(seed: int, trials: int, grid: dict[str, list[Any]] | None) -> float:
 def main() -> int:
     """Compare the medians over all seeds, and how many random points come as far."""
     typed = options(
-        str(__doc__), 20,
+        str(__doc__), 100,
         trials={"type": int, "default": 24}, at_once={"type": int, "default": 4},
     )  # fmt: skip
     seeds = range(typed.rounds)
@@ -98,7 +98,8 @@ def main() -> int:
     excess = {name: (value - 0.5) / (median - 0.5) for name, value in others.items()}
     row = Row(
         "search",
-        f"best of {typed.trials} trials, {typed.at_once} at once: how far above the lowest loss; random points for as much",
+        f"best of {typed.trials} trials, {typed.at_once} at once, median of {typed.rounds} seeds: how far above the"
+        " lowest loss; how many random points come as far",
         "random points of a grid; random points",
         "≥ 1.5×, 1.5× farther; ≥ 2×",
         f"{excess['grid']:.1f}×, {excess['random']:.1f}× farther; {more}×",
