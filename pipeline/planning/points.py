@@ -43,7 +43,6 @@ SWEPT = {  # of section `train`: what makes another training of it
     *DECISIVE, "schedule", "epochs", "precision", "pretrained", "pretrained_as", "pretrained_map", "pretrained_entry",
 } - {"task"}  # fmt: skip
 RANGE = re.compile(r"(-?\d+):(-?\d+)(?::([1-9]\d*))?")
-PLAIN = re.compile(r"[\w.+\-/~ ]+|\[.*\]|\".*\"|'.*'")  # what may stand in a YAML list as it is
 EXAMPLE = Command.of("submit train --sweep train.seed=0:5 --sweep train.learning_rate=1e-4,3e-4")
 
 
@@ -68,94 +67,72 @@ def typed_points(words: Sequence[str], file: Path | None) -> str:
         raise refused(f"{count:,} points are more than the {MOST:,} of one run: submit parts of it", SWEEP)
     if twice := sorted(grid.keys() & {key for row in rows for key in row}):
         raise refused(f"{twice[0]} is in {file} and in a {SWEEP}: keep one of the two", FILE)
-    cells = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-    return f"[{', '.join(_mapping({**row, **cell}) for row in rows for cell in cells)}]"
+    cells = [_placed(dict(zip(grid, values, strict=True)), Path.cwd()) for values in product(*grid.values())]
+    return json.dumps([{**row, **cell} for row in rows for cell in cells])
 
 
-def _grid(words: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of each key."""
-    grid: dict[str, list[str]] = {}
+def _grid(words: Sequence[str]) -> dict[str, Sequence[Any]]:
+    """Return the values of each key: whole numbers as `A:B`, half open, or values between commas."""
+    grid: dict[str, Sequence[Any]] = {}
     for word in words:
-        key, equals, text = word.partition("=")
-        key = key.strip()
-        if not equals or not key:
-            wants = "wants KEY=VALUES, such as train.seed=0:5 or train.learning_rate=1e-4,3e-4"
-            raise refused(wants, f"{SWEEP} {word}")
+        key, _, text = (part.strip() for part in word.partition("="))
         if key in grid:
             raise refused(f"{key} is swept twice: name all its values in one", f"{SWEEP} {word}")
-        if not (values := _values(text)):
-            raise refused(f"{key} gets no value from {text!r}", f"{SWEEP} {word}")
-        grid[key] = [_placed(key, value, Path.cwd()) for value in values]
+        if numbers := RANGE.fullmatch(text):
+            first, end, step = (int(number or 1) for number in numbers.groups())
+            grid[key] = range(first, end, step)
+        else:
+            grid[key] = _yaml(f"[{text}]", f"{SWEEP} {word}")
+        if not key or not grid[key]:
+            wants = "wants KEY=VALUES, such as train.seed=0:5 or train.learning_rate=1e-4,3e-4"
+            raise refused(wants, f"{SWEEP} {word}")
     return grid
 
 
-def _placed(key: str, value: str, base: Path) -> str:
-    """Return a value as it is typed, a path as a whole one: relative ones start from where they are written."""
-    is_path = tuple(key.split(".")) in PATHS or (key.startswith("train.options.") and value.startswith(("./", "../")))
-    return anchored(value, base) if is_path and value not in ("null", "~") else value
+def _placed(row: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Return settings with whole paths: relative ones start from where they are written."""
+    is_path = {key: tuple(key.split(".")) in PATHS for key in row}
+    is_path |= {key: str(row[key]).startswith(("./", "../")) for key in row if key.startswith("train.options.")}
+    return {
+        key: anchored(value, base) if is_path[key] and isinstance(value, str) else value for key, value in row.items()
+    }
 
 
-def _values(text: str) -> list[str]:
-    """Return the values that a text lists: whole numbers as `A:B`, half open, or values between commas."""
-    if (numbers := RANGE.fullmatch(text.strip())) is not None:
-        first, end, step = (int(number or 1) for number in numbers.groups())
-        if len(span := range(first, end, step)) > MOST:
-            raise refused(f"{len(span):,} points are more than the {MOST:,} of one run", f"{SWEEP} {text}")
-        return list(map(str, span))
-    values, depth = [""], 0
-    for letter in text:
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and not depth:
-            values.append("")
-        else:
-            values[-1] += letter
-    return [value.strip() for value in values] if all(value.strip() for value in values) else []
-
-
-def _listed(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a file of points, keys and values as they are written: CSV with a header, or a YAML list."""
+def _listed(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of points: CSV with a header, or a YAML list."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         raise refused(problem, str(path)) from error
-    rows = _table(text, path) if path.suffix.lower() == ".csv" else _list(text, path)
-    if not rows:
-        raise refused("holds no point: a row of settings for each is wanted", str(path))
-    base = path.absolute().parent
-    return [{key: _placed(key, value, base) for key, value in row.items()} for row in rows]
+    rows = _table(text, path) if path.suffix.lower() == ".csv" else _yaml(text, str(path))
+    if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        problem = "holds no points: a list is wanted, as `- {train.seed: 1, train.learning_rate: 3e-4}`"
+        raise refused(problem, str(path))
+    return [_placed(row, path.absolute().parent) for row in rows]
 
 
-def _table(text: str, path: Path) -> list[dict[str, str]]:
+def _table(text: str, path: Path) -> list[dict[str, Any]]:
     """Return the rows of a CSV file; an empty cell leaves the setting as it is."""
     every = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
     rows = []
     try:
         for number, row in enumerate(every, 2):
+            where = f"{path}:{number}"
             if None in row or None in row.values():
-                raise refused("a row has more or fewer cells than the header", f"{path}:{number}")
-            rows.append({key.strip(): value.strip() for key, value in row.items() if value.strip()})
+                raise refused("a row has more or fewer cells than the header", where)
+            rows.append({key.strip(): _yaml(value, where) for key, value in row.items() if value.strip()})
     except csv.Error as error:
         raise refused(f"no valid CSV: {error}", str(path)) from error
     return rows
 
 
-def _list(text: str, path: Path) -> list[dict[str, str]]:
-    """Return the rows of a YAML file."""
-    document = Document(str(path)).read(text, ("points",))
+def _yaml(text: str, where: str) -> Any:
+    """Return the value of a text in YAML."""
+    document = Document(where).read(text, ("points",))
     if document.problems:
-        raise refused(document.problems[0].text, str(path))
-    rows = document.entries[("points",)].value
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        problem = "wants a list of points, as `- {train.seed: 1, train.learning_rate: 3e-4}`"
-        raise refused(problem, str(path))
-    return [{key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()} for row in rows]
-
-
-def _mapping(point: Mapping[str, str]) -> str:
-    """Return a point as YAML."""
-    pairs = ((key, value if PLAIN.fullmatch(value) else json.dumps(value)) for key, value in point.items())
-    return f"{{{', '.join(f'{json.dumps(key)}: {value}' for key, value in pairs)}}}"
+        raise refused(document.problems[0].text, where)
+    return document.entries[("points",)].value
 
 
 # What it means
@@ -170,22 +147,16 @@ def points_in(config: Config) -> tuple[Point, ...]:
     refuse_unswept(key for row in rows for key in row)
     base = bare(config)
     short = short_names({key for row in rows for key in row})
-    known: dict[str, str] = {}
-    points = list[Point]()
     names = [named(row, short, value_as_written) for row in rows]
-    times = Counter(names)
+    times, points = Counter(names), dict[str, Point]()
     for row, usual in zip(rows, names, strict=True):
         name = usual if times[usual] == 1 else named(row, short, json.dumps)  # files of one name in two folders
         point = Point(name, dict(row), config_at(base, row, name))
-        same = known.setdefault(_decided(point.config), point.name)
-        if len(points) != len(known) - 1:
-            twice = (
-                f"{point.name} is there twice" if same == point.name else f"{same} and {point.name} are one training"
-            )
+        same = points.setdefault(_decided(point.config), point)
+        if same is not point:
             longer = " (under a constant schedule more epochs are a longer one)" if "train.epochs" in row else ""
-            raise refused(f"{twice}{longer}: every point is a training of its own", SWEEP)
-        points.append(point)
-    return tuple(points)
+            raise refused(f"{same.name} and {name} are one training{longer}: remove one of the two", SWEEP)
+    return tuple(points.values())
 
 
 def bare(config: Config) -> dict[str, Any]:
@@ -216,25 +187,17 @@ def _decided(config: Config) -> str:
 def refuse_unswept(keys: Iterable[str]) -> None:
     """Raise where a key is no setting, or one that makes no other training."""
     for key in dict.fromkeys(keys):
-        _refuse_unswept(key)
-
-
-def _refuse_unswept(key: str) -> None:
-    section, _, rest = key.partition(".")
-    name = rest.partition(".")[0]
-    path = tuple(key.split("."))
-    is_known = path in FIELDS or any(path[: len(known)] == known for known in FIELDS if known[-1] == "options")
-    if not is_known:
-        detail: Any = {"type": "extra_forbidden"}
-        raise refused(f"{key}: {explain(path, detail)}", SWEEP)
-    if section == "train" and name in SWEPT:
-        return
-    if name == "task":
-        raise refused(f"{key} means another model: start a separate run", SWEEP)
-    if section in ("train", "cluster", "cache"):
-        raise refused(f"{key} does not change the trained model", SWEEP)
-    what = f"{key} changes the training data, which earlier stages make: start a separate run"
-    raise refused(what, SWEEP, Command.submit("train").with_settings((key, "…")))
+        path = tuple(key.split("."))
+        section, name = path[0], path[1] if len(path) > 1 else ""
+        if not (path in FIELDS or any(path[: len(known)] == known for known in FIELDS if known[-1] == "options")):
+            detail: Any = {"type": "extra_forbidden"}
+            raise refused(f"{key}: {explain(path, detail)}", SWEEP)
+        if section not in ("train", "cluster", "cache"):
+            what = f"{key} changes the training data, which earlier stages make: start a separate run"
+            raise refused(what, SWEEP, Command.submit("train").with_settings((key, "…")))
+        if section != "train" or name not in SWEPT:
+            means = "means another model: start a separate run" if path == ("train", "task") else ""
+            raise refused(f"{key} {means or 'does not change the trained model'}", SWEEP)
 
 
 def config_at(base: Mapping[str, Any], settings: Mapping[str, Any], name: str) -> Config:
@@ -255,19 +218,10 @@ def _problem(detail: ErrorDetails) -> str:
 
 def short_names(keys: Iterable[str]) -> dict[str, str]:
     """Return the end of each key, as long as it has to be to tell it from the others."""
-    names = {key: key.split(".") for key in keys}
-
-    def end(key: str, length: int) -> str:
-        return ".".join(names[key][-length:])
-
-    return {
-        key: next(
-            end(key, length)
-            for length in range(1, len(parts) + 1)
-            if sum(end(other, length) == end(key, length) for other in names) == 1
-        )
-        for key, parts in names.items()
-    }
+    known = [key.split(".") for key in keys]
+    ends = {".".join(parts): [parts[-length:] for length in range(1, len(parts) + 1)] for parts in known}
+    counts = Counter(".".join(end) for every in ends.values() for end in every)
+    return {key: next(name for end in every if counts[name := ".".join(end)] == 1) for key, every in ends.items()}
 
 
 def value_as_written(value: Any) -> str:
@@ -284,33 +238,31 @@ def value_as_written(value: Any) -> str:
     return str(value).rpartition("/")[2]
 
 
-def named_points(name: str, names: Sequence[str], where: str = "--point") -> list[int]:
+def named_points(name: str, names: Sequence[str]) -> list[int]:
     """Return the numbers of the point of that name, or of those that have all of its settings; * stands for any end."""
-    if name in names:
-        return [list(names).index(name)]
     words = name.replace(",", " ").split()
     found = [
         number
         for number, known in enumerate(names)
-        if words and all(fnmatch.filter(known.split(), word) for word in words)
+        if known == name or (words and all(fnmatch.filter(known.split(), word) for word in words))
     ]
     if not found:
         nearest = sorted(names, key=lambda known: SequenceMatcher(None, name, known).ratio(), reverse=True)
-        raise _unnamed(f"no point is called {name!r}", nearest, where)
-    return found
+        raise _unnamed(f"no point is called {name!r}", nearest)
+    return [list(names).index(name)] if name in names else found
 
 
 def named_point(name: str, names: Sequence[str]) -> int:
     """Return the number of the point of that name, or of the only one that has all of its settings."""
     found = named_points(name, names)
     if len(found) > 1:
-        raise _unnamed(f"{len(found)} points have {name!r}", [names[number] for number in found], "--point")
+        raise _unnamed(f"{len(found)} points have {name!r}", [names[number] for number in found])
     return found[0]
 
 
-def _unnamed(what: str, names: Sequence[str], where: str) -> ConfigError:
+def _unnamed(what: str, names: Sequence[str]) -> ConfigError:
     listed = "; ".join(names[:LISTED]) or "none"
-    return ConfigError(f"{what} (there are: {listed})", where=where, remedy="name one, with all its settings")
+    return ConfigError(f"{what} (there are: {listed})", where="--point", remedy="name one, with all its settings")
 
 
 def refused(what: str, where: str, remedy: Command | str = EXAMPLE) -> ConfigError:

@@ -92,11 +92,6 @@ def _prepared(project: Project, table: str) -> Prepared:
     return memo(plans_folder(project.config), PLAN, _asked(project, table), make, Prepared)
 
 
-def is_planned(project: Project) -> bool:
-    """Tell whether no plan needs to be traced now: it is remembered, or cannot be made yet."""
-    return not has_input(project) or known_plan(project) is not None
-
-
 def has_input(project: Project) -> bool:
     """Tell whether what is trained on is there."""
     return _table_to_train_on(project) is not None

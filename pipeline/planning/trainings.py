@@ -14,7 +14,7 @@ from pipeline.dataset.reader_items import is_reader
 from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.journal.run_folder import writing_run
 from pipeline.planning.points import SWEEP, Point, points_in
-from pipeline.planning.prepare import has_input, is_planned, known_plan, plan_asked, prepare
+from pipeline.planning.prepare import has_input, known_plan, plan_asked, prepare
 from pipeline.planning.search import first_trials, point_of_trial
 from pipeline.project.project import Project, once
 from pipeline.project.user_code import plans_folder
@@ -129,7 +129,11 @@ def known_plans(project: Project) -> list[Prepared]:
 
 def unplanned(project: Project) -> list[str]:
     """Return the trainings that can be planned, and are not yet."""
-    return [name for name, view in views_of(project).items() if not is_planned(view) and not _known_refusal(view)]
+    return [
+        name
+        for name, view in views_of(project).items()
+        if has_input(view) and not (known_plan(view) or _known_refusal(view))
+    ]
 
 
 def write_trainings(folder: RunFolder, trainings: Sequence[Training]) -> None:

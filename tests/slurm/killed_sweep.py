@@ -9,8 +9,10 @@ from pipeline.journal.ledger import LedgerReader
 from pipeline.records import EventKind
 from tests.testkit.slurm_runs import Project, Run, kill, make_project, processes_of, until
 
-EPOCHS, STEPS, POINTS = 4, 12, 20
+EPOCHS, STEPS, POINTS, TRIALS = 4, 12, 20, 6
 SWEEP = ("--sweep", "train.seed=0:5", "--sweep", "train.learning_rate=1e-4,3e-4,1e-3,3e-3")
+SPACE = "{train.learning_rate: {low: 1e-5, high: 1e-2, log: true}, train.options.width: [4, 6]}"
+SEARCH = {"search": "optuna", "space": SPACE, "trials": TRIALS, "at_once": 2}
 SETTINGS: dict[str, Any] = {
     "embed__weights": "esm2_small.pt",
     "train__task": "pipeline.tasks.interface:Interface",
@@ -44,6 +46,18 @@ def killed_sweep(project: Project) -> Run:
     tried_again = "what was killed to be tried again"
     until(tried_again, lambda: any(job.attempt == 2 for job in run.now().stages["train"].jobs.values()), 600, run.story)
     until("its end", lambda: not processes_of(run, SUPERVISOR), 120, run.story)
+    ends_a_supervisor(run)
+    run.ends(timeout_s=900)
+    return run
+
+
+def killed_search(project: Project) -> Run:
+    """Return the run of a search, of which a task and the supervisor that was to judge it were killed."""
+    words = [f"--set=train.sweep.{key}={value}" for key, value in SEARCH.items()]
+    run = project.submits("train", "--set=train.seed=9", *words)
+    until("a trained trial", lambda: finished(run), 900, run.story)
+    until("another in training", lambda: processes_of(run, WORKER), 300, run.story)
+    assert [pid for pid in processes_of(run, WORKER) if kill(pid)]
     ends_a_supervisor(run)
     run.ends(timeout_s=900)
     return run

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.slurm.killed_sweep import POINTS, STEPS, finished, killed_sweep, ready_to_sweep
+from tests.slurm.killed_sweep import POINTS, STEPS, TRIALS, finished, killed_search, killed_sweep, ready_to_sweep
 from tests.testkit.cluster import Cluster
 from tests.testkit.slurm_runs import Project, Run
 from tests.testkit.trained import weights
@@ -54,3 +54,13 @@ def test_the_points_of_a_killed_sweep_are_their_plain_twins_bit_for_bit(swept: R
         twin.submits("train", *words).ends()
         model = (swept.folder.path / "points" / name).resolve()
         assert weights(twin.folder / "models" / model.name, STEPS) == weights(model, STEPS), name
+
+
+def test_a_search_whose_supervisor_and_task_are_killed_asks_and_trains_every_trial_once(project: Project) -> None:
+    run = killed_search(project)
+    stage = run.stage("train")
+    assert [trial["number"] for trial in stage["asked"]] == [*range(TRIALS)]
+    assert {trial["state"] for trial in stage["asked"]} == {"done"}
+    assert sorted(finished(run)) == [*range(TRIALS)]
+    first = [job["tasks"] for job in stage["jobs"] if job["attempt"] == 1]
+    assert sorted(map(int, first)) == [*range(TRIALS)]  # a job for each, once
