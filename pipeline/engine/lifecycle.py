@@ -29,7 +29,6 @@ from pipeline.journal.run_status import ENDED, State, StatusReader
 from pipeline.journal.run_view import view
 from pipeline.planning.points import LISTED, named_points
 from pipeline.planning.prepare import DECISIVE
-from pipeline.planning.points import LISTED, named_points
 from pipeline.project.project import open_executor
 from pipeline.project.restriction import EVERYTHING, Only
 from pipeline.project.run_code import freeze, freeze_files, load_reader, sources

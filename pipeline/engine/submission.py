@@ -25,10 +25,10 @@ from pipeline.errors import ClusterSilent, ConfigError, JobFailed, SubmissionRef
 from pipeline.journal.budget import Budget, Spending
 from pipeline.journal.run_status import GOING_ON, State
 from pipeline.journal.run_view import ViewReader
+from pipeline.planning.points import typed_points
 from pipeline.planning.prepare import accept_code as accept_trained_code
 from pipeline.planning.prepare import prepare
 from pipeline.planning.trained_model import place_of
-from pipeline.planning.points import typed_points
 from pipeline.planning.trainings import plan_trainings, unplanned
 from pipeline.project.container_image import is_contained, refuse_unfit_image, with_digest
 from pipeline.project.project import Project, open_executor, stays
