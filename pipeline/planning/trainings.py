@@ -122,8 +122,6 @@ def _known_refusal(project: Project) -> _Refusal | None:
 
 def known_plans(project: Project) -> list[Prepared]:
     """Return the plans that were made, none while they are not."""
-    if (trainings := _planned.known(project)) is not None:
-        return [training.prepared for training in trainings if training.prepared]
     return [plan for view in views_of(project).values() if (plan := known_plan(view)) is not None]
 
 
