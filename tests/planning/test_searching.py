@@ -27,7 +27,13 @@ pytestmark = [pytest.mark.nightly, pytest.mark.fault, pytest.mark.timeout(1800)]
 TRIALS = 12
 SPACE = {"train.learning_rate": {"low": 1e-4, "high": 1.0, "log": True}, "train.options.width": [4, 8]}
 SEARCH = {"search": "optuna", "space": SPACE, "trials": TRIALS, "at_once": 2, "prune": "median", "grace": 1}
-SETTINGS = {**SMALL, "train__task": "pipeline.tasks.interface:Interface", "train__epochs": 2, "train__sweep": SEARCH}
+SETTINGS = {
+    **SMALL,
+    "train__task": "pipeline.tasks.interface:Interface",
+    "train__epochs": 2,
+    "train__sweep": SEARCH,
+    "cluster__supervisor": {"tries": 20},  # a task on this machine ends with its supervisor
+}
 # A supervisor that kills itself before, or after, it writes an event of a kind for the n-th time
 DYING = """\
 import os, signal, sys
@@ -74,7 +80,7 @@ def trials_of(run: RunFolder) -> list[dict[str, Any]]:
 
 def test_a_search_that_is_killed_anywhere_asks_and_trains_as_if_it_was_not(tmp_path: Path, pipeline: Command) -> None:
     write_project(tmp_path, SETTINGS, {}, ["train"] * 3 + ["val"] * 2)
-    Project(tmp_path).finishes("graph")
+    Project(tmp_path).finishes("embed", "graph")
     run = new_run(read_config(tmp_path / "pipeline.yaml").config, ["train"], Words.submit("train"), tmp_path)
     for death in DEATHS:
         assert supervised(tmp_path, run, *death) == -signal.SIGKILL
