@@ -38,9 +38,9 @@ from math import ceil
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from types import NoneType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from pipeline.codec import rebuilt
 from pipeline.files import shared_bits
 from pipeline.memory.hardware.gpus import known_name
 from pipeline.store.format.disk import Disk
@@ -55,13 +55,6 @@ Record = TypeVar("Record")
 
 MOST_BYTES = 64 << 20  # a line has about 300 bytes
 _LARGEST = float(1 << 62)  # more than any byte count
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "bool": (bool,),
-    "float": (int, float),
-    "int | None": (int, NoneType),
-}
 
 
 class Records(Generic[Record]):
@@ -71,7 +64,7 @@ class Records(Generic[Record]):
         """Take FOLDER/tasks.jsonl, or the like; the user with id UID writes FOLDER/tasks-UID.jsonl."""
         self._path, self._kind = path, kind
         self._own = path.with_stem(f"{path.stem}-{os.getuid()}")
-        self._types = {field.name: _TYPES[str(field.type)] for field in fields(kind)}  # type: ignore[arg-type]
+        self._names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
 
     def record(self, run: str, records: Iterable[Record]) -> bool:
         """Append records and sync them to disk; return False if the file cannot be written."""
@@ -115,11 +108,11 @@ class Records(Generic[Record]):
         """Return the record of a line; None if it is torn, foreign or out of bounds."""
         try:
             data = json.loads(line)
-            values = {name: data[name] for name in self._types}
-            fit = all(_fits(value, self._types[name]) for name, value in values.items())
+            record = rebuilt(self._kind, {name: data[name] for name in self._names})
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        return self._kind(**values) if fit else None
+        numbers = (value for value in asdict(record).values() if isinstance(value, int | float))  # type: ignore[call-overload]
+        return record if all(0 <= number <= _LARGEST for number in numbers) else None  # NaN is not, either
 
 
 def _last_lines(path: Path) -> Iterator[bytes]:
@@ -134,15 +127,6 @@ def _last_lines(path: Path) -> Iterator[bytes]:
 def measurement_line(run: str, record: Any) -> bytes:
     """Return a record of a run as a line of JSON."""
     return json.dumps(asdict(record) | {"run": run}, separators=(",", ":")).encode() + b"\n"
-
-
-def _fits(value: Any, types: tuple[type, ...]) -> bool:
-    """Tell whether a value has one of these types and is within bounds."""
-    if type(value) is str:
-        value.encode()  # raises where a half of a surrogate pair stands alone
-    elif value is not None and not 0 <= value <= _LARGEST:  # NaN is not, either
-        return False
-    return type(value) in types
 
 
 DIED_GROWTH = 1.25  # times what a step died at is taken as its need until one lived: assumed, a step beyond what failed

@@ -129,9 +129,9 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and record its new storages."""
         returned = func(*args, **(kwargs or {}))
-        inputs = () if func.overloadpacket.__name__ in _FROM_DATA else _tensors(args)
-        known = {0, *map(_number, inputs), *map(_number, _tensors(tuple((kwargs or {}).values())))}
-        for tensor in _tensors(returned):
+        inputs = () if func.overloadpacket.__name__ in _FROM_DATA else tensors_in(args)
+        known = {0, *map(_number, inputs), *map(_number, tensors_in(tuple((kwargs or {}).values())))}
+        for tensor in tensors_in(returned):
             if (number := _number(tensor)) not in known and tensor.untyped_storage().nbytes():
                 self.made[number] = Made.of(tensor, _calling_site(), self.step)
         return returned
@@ -223,7 +223,7 @@ class Inspection:
         roots: list[Tensor] = []
         shown: list[Tensor] = []
         for tensor in reachable.tensors():
-            if any(number in self._sequence for number in _sequence_numbers(tensor.grad_fn)):
+            if any(number in self._sequence for number in sequence_numbers(tensor.grad_fn)):
                 roots.append(tensor)
             if _number(tensor) in kept:
                 shown.append(tensor)
@@ -323,13 +323,13 @@ def _title(owner: Any) -> str:
     return f"{code.__module__}.{code.__qualname__}"
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors that an operator takes or returns."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for value in values:
-            yield from _tensors(value)
+def tensors_in(value: Any) -> Iterator[Any]:
+    """Yield the tensors among an operator's arguments or results."""
+    if isinstance(value, torch.Tensor):
+        yield from (value._values(), value._indices()) if value.is_sparse else (value,)  # noqa: SLF001
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from tensors_in(part)
 
 
 def _number(tensor: Tensor) -> int:
@@ -343,13 +343,13 @@ def _next_sequence_number() -> int:
     return int(torch._C._autograd._get_sequence_nr())  # noqa: SLF001 - torch counts the nodes of its graphs
 
 
-def _sequence_numbers(node: Any) -> Iterator[int]:
-    """Yield the numbers of a graph's nodes, in the order of their making."""
+def sequence_numbers(node: Any, lowest: int = 0) -> Iterator[int]:
+    """Yield the numbers, not below `lowest`, of a node of a graph and of those it depends on."""
     waiting, seen = [node], {None}
     while waiting:
-        if (node := waiting.pop()) not in seen:
+        if (node := waiting.pop()) not in seen and (number := node._sequence_nr()) >= lowest:  # noqa: SLF001
             seen.add(node)
-            yield node._sequence_nr()  # noqa: SLF001
+            yield number
             waiting += [below for below, _ in node.next_functions]
 
 

@@ -189,31 +189,20 @@ class TrainOutlook:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
+        own = ("task", "items", "sizes_from", "plans", "parameters", "trained", "standing", "evaluation_bytes", "item")
+        own += ("configurations", "train_s", "pace", "ignores_sizes", "findings")
         return {
             "stage": "train",
-            "task": self.task,
-            "items": self.items,
-            "sizes_from": self.sizes_from,
+            **{name: plain(getattr(self, name)) for name in own},
             "cards": [card.name for card in self.offer.cards],
             "ranks": self.offer.ranks,
-            "plans": {name: plain(plan) for name, plan in self.plans.items()},
-            "parameters": self.parameters,
-            "trained": self.trained,
-            "standing": plain(self.standing),
-            "evaluation_bytes": self.evaluation_bytes,
-            "item": dict(self.item),
-            "configurations": plain(self.configurations),
             "alternatives": [
                 {**_alternative(planned), "waits_s": self.waits_s.get(planned.offer.name)}
                 for planned in self.alternatives
             ],
             "host": {"parts": plain(self.host.parts), "mem_bytes": self.mem.mem_bytes, "why": self.mem.why},
             "job": {"cpus": self.cpus, "gpus": self.gpus, "nodes": self.nodes, "time_s": self.time_s},
-            "train_s": self.train_s,
             "gpu_hours": self.train_s * self.offer.ranks / 3600 if self.gpus else 0.0,
-            "pace": self.pace,
-            "ignores_sizes": self.ignores_sizes,
-            "findings": plain(self.findings),
             "probed": [_probed(probed) for probed in self.probed],
         }
 

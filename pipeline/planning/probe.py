@@ -35,7 +35,7 @@ from pipeline.memory.hardware.caching_allocator import allocator_settings
 from pipeline.memory.hardware.host_memory import STATED, TrainingJob, train_need
 from pipeline.memory.history import Peak, PeakHistory, fingerprint, ratios_of_all, sizes_text, torch_version
 from pipeline.memory.outlook import Probed, ProbeOutcome
-from pipeline.memory.planning.step_estimates import SETTINGS, micro_s, reserve, update_s
+from pipeline.memory.planning.step_estimates import micro_s, reserve, update_s
 from pipeline.memory.runtime.meters import BeforeModel, StepGauge
 from pipeline.planning.offers import site_card
 from pipeline.planning.rank_setup import device_here
@@ -187,8 +187,7 @@ def errand_of(
     micros = 2 if plan.cuts.steps_most > 1 else 1  # every further one is like the second
     predicted_bytes = int(worst.live.value)
     if card.caching:
-        planned = [settings for settings in SETTINGS if settings.text == plan.allocator.settings]
-        predicted_bytes = reserve(standing, [[micro] * micros] * STEPS, planned or SETTINGS).bytes
+        predicted_bytes = reserve(standing, [[micro] * micros] * STEPS, [plan.allocator.settings]).bytes
     step_s = micros * micro_s(micro, standing, plan.choice, card) + update_s(standing, plan.choice, card, 1)
     model_bytes = sum(part.bytes for part in standing.parts if part.category is Category.PARAMETERS)
     request = _request(config, work, card, executor, model_bytes + micro.host_bytes)

@@ -27,6 +27,7 @@ from pipeline.dataset.reader_items import refuse_crop
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.memory.footprint import Category
+from pipeline.memory.hardware.caching_allocator import DEFAULT, EXPANDABLE
 from pipeline.memory.hardware.gpus import device
 from pipeline.memory.hardware.host_memory import TrainingJob, kept_bytes, staged_bytes, train_need
 from pipeline.memory.history import Suggestion
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.memory.estimating.oracle import BestOracle
     from pipeline.memory.footprint import StandingFootprint
-    from pipeline.memory.hardware.caching_allocator import AllocatorSettings
     from pipeline.memory.hardware.host_memory import HostNeed
     from pipeline.memory.outlook import Probed
     from pipeline.memory.planning.memory_plan import Configuration, MemoryPlan, PlannedOffer, PlanRequest
@@ -199,13 +199,8 @@ class _PlanningCase:
     @property
     def reserve(self) -> Reserve:
         """Return the function that says how much an allocator reserves, under the allowed settings."""
-        wanted = self.config.train.allocator
-        return self.reserve_under(lambda one: wanted == "auto" or one.expandable == (wanted == "expandable"))
-
-    @staticmethod
-    def reserve_under(allows: Callable[[AllocatorSettings], bool]) -> Reserve:
-        """Return the function that says how much an allocator reserves under those settings that are allowed."""
-        return partial(reserve, allowed=[settings for settings in SETTINGS if allows(settings)])
+        allowed = {"auto": SETTINGS, "default": [DEFAULT], "expandable": [EXPANDABLE]}
+        return partial(reserve, allowed=allowed[self.config.train.allocator])
 
     @property
     def typical(self) -> dict[str, int]:
@@ -244,9 +239,10 @@ class _PlanningCase:
         cards = self.compared() or self.offers[0].cards
         memory = ChoiceMemory(self.oracle, plan.choice, (ITEMS, *self.typical))
         ratios = measured_ratios(self.config, self.work, plan.choice, plan.cards)
-        request, settings = replace(self.request, ratios=ratios), plan.allocator.settings
-        reserve = self.reserve_under(lambda one: one.text == settings)
-        return compare_configurations(memory, shares, cards, self.typical, request, padded=self.padded, reserve=reserve)
+        request, as_planned = replace(self.request, ratios=ratios), partial(reserve, allowed=[plan.allocator.settings])
+        return compare_configurations(
+            memory, shares, cards, self.typical, request, padded=self.padded, reserve=as_planned
+        )
 
     def side_by_side(self) -> list[PlannedOffer]:
         """Return what each offer costs; nothing where there is only one."""
@@ -368,8 +364,8 @@ def _ahead_bytes(config: Config, work: Work, oracle: BestOracle, plan: MemoryPla
         return 0
     worst, choice = plan.worst, plan.choice
     inputs = max((example_bytes(work.task, bucket.sizes) for bucket in plan.buckets), key=sum)
-    settings = next(one for one in SETTINGS if one.text == plan.allocator.settings)
-    held_bytes = ahead_bytes(oracle.standing(choice), oracle.micro(choice, worst.sizes), inputs, settings)
+    standing, micro = oracle.standing(choice), oracle.micro(choice, worst.sizes)
+    held_bytes = ahead_bytes(standing, micro, inputs, plan.allocator.settings)
     return held_bytes if plan.total.value + held_bytes <= plan.limit_bytes else 0
 
 

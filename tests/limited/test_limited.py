@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.memory.footprint import Tape
-from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
+from pipeline.memory.hardware.caching_allocator import DEFAULT, EXPANDABLE, Allocator
 from tests.testkit.limited import device
 from tests.testkit.limited.device import HostCarrier, LimitedDevice, RefuseOne, built, forget_failed_backward
 
@@ -172,7 +172,7 @@ def test_a_failed_backward_keeps_memory_until_it_is_forgotten() -> None:
 @pytest.mark.parametrize("expandable", [False, True])
 def test_a_training_passes_at_what_the_simulated_allocator_reserves_and_not_a_page_below(expandable: bool) -> None:
     def reserved_bytes(limit_bytes: int | None) -> int:
-        allocator = Allocator(AllocatorSettings(expandable=expandable))
+        allocator = Allocator(EXPANDABLE if expandable else DEFAULT)
 
         def is_had(block: int, signed_bytes: int) -> bool:
             allocator.play(Tape(np.array([-1 - block]), np.array([signed_bytes])))

@@ -51,7 +51,7 @@ BEND = 1e-4  # of the largest: above what all smaller points foretell by more, a
 TRUSTED_ERROR = 0.1  # of tapes made block by block: above it, peaks are extrapolated instead
 
 MOST = 6  # sizes that are fitted: the largest ones
-SMALLEST = 2**-10  # of the wanted size
+MOST_HALVINGS = 10  # of the wanted size
 WORST_GROWTH = 8.0  # of time and memory when the sizes double: items times the square of their length
 BETWEEN = (5 / 8, 13 / 16)  # of the largest
 SEED = 0
@@ -331,7 +331,8 @@ class SmallSteps:
         spare_bytes = self._allowance.memory_bytes - self._session(choice).standing().bytes
         measured: list[MeasuredSize] = []
         failures: list[str] = []  # of sizes that could not be run
-        for sizes in _distinct(map(self._near, _rising(wanted))):
+        rising = (_times(wanted, 2.0**-halvings) for halvings in range(MOST_HALVINGS, -1, -1))
+        for sizes in _distinct(map(self._near, rising)):
             took_s = _grown([size.took_s for size in measured])
             if took_s > ends_s - time.thread_time() or _grown([size.peak_bytes for size in measured]) > spare_bytes:
                 break
@@ -493,14 +494,6 @@ def _peak_parts(tape: Tape, gradient_bytes: int) -> list[MemoryPart]:
 def _times(sizes: Sizes, fraction: float) -> dict[str, int]:
     """Return a fraction of sizes; those above 0 stay at least 1."""
     return {name: max(1, round(value * fraction)) if value else 0 for name, value in sizes.items()}
-
-
-def _rising(wanted: Sizes) -> Iterator[dict[str, int]]:
-    """Yield doubling sizes, up to the wanted one."""
-    fraction = SMALLEST
-    while fraction <= 1:
-        yield _times(wanted, fraction)
-        fraction *= 2
 
 
 def _between(measured: Sequence[MeasuredSize], wanted: Sizes) -> list[dict[str, int]]:

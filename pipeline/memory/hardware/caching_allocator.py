@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # As torch 2.13 looks for them [measured; a test looks]; versions before and after have looked in another order.
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
+DEFAULT, EXPANDABLE = "", "expandable_segments:True"  # the settings that plans choose from
+
 _LEAST = 512  # kMinBlockSize: what sizes are rounded up to
 _SMALL = MIB  # kSmallSize: the largest that the small pool serves
 _SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
@@ -53,22 +55,6 @@ def overruled_note(planned: str, environment: Mapping[str, str]) -> str:
     settings = allocator_options(next(iter(allocator_settings(planned, environment).values()), ""))
     others = [option for option, value in allocator_options(planned).items() if settings[option] != value]
     return f"the environment overrules the plan's allocator settings: {', '.join(others)}" if others else ""
-
-
-@dataclass(frozen=True, slots=True)
-class AllocatorSettings:
-    """The settings in PYTORCH_CUDA_ALLOC_CONF that plans choose from; the defaults are torch's."""
-
-    expandable: bool = False
-
-    @property
-    def text(self) -> str:
-        """Return the variable's value; empty if it is to be left unset."""
-        return "expandable_segments:True" if self.expandable else ""
-
-    @property
-    def name(self) -> str:
-        return self.text or "default"
 
 
 @dataclass(slots=True, eq=False)
@@ -143,11 +129,11 @@ class BlockPool:
 class Allocator:
     """The allocator of one GPU."""
 
-    def __init__(self, settings: AllocatorSettings) -> None:
+    def __init__(self, settings: str = DEFAULT) -> None:
         self.allocated_bytes = self.peak_allocated_bytes = self.reserved_bytes = 0
-        self._expandable = settings.expandable
+        self._expandable = settings == EXPANDABLE
         self._small = BlockPool(_SMALL_SEGMENT, _LEAST)
-        self._large = BlockPool(_LARGE_SEGMENT, _LEAST if settings.expandable else _SMALL + 1, next_address=1 << 54)
+        self._large = BlockPool(_LARGE_SEGMENT, _LEAST if self._expandable else _SMALL + 1, next_address=1 << 54)
         self._shared: dict[int, SegmentBlock] = {}  # by number
         self._left: list[SegmentBlock] = []  # live blocks of tapes that ended
 
@@ -233,7 +219,7 @@ class Replay:
         return self.reserved_bytes / max(1, self.allocated_bytes)
 
 
-def replay_steps(steps: Iterable[StepTapes], settings: AllocatorSettings, setup: Tape) -> Replay:
+def replay_steps(steps: Iterable[StepTapes], settings: str, setup: Tape) -> Replay:
     """Play steps after a model's setup."""
     allocator = Allocator(settings)
     allocator.play(setup)

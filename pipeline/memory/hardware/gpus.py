@@ -45,7 +45,6 @@ class Device:
     context_bytes: int  # CUDA's own, of each process, outside torch
     capability: tuple[int, int]
     fp32_flops: float  # peak rates per second, dense
-    tf32_flops: float  # fp32's where there are no such units
     half_flops: float  # fp16, and bf16 where it has it, adding up in fp32
     bandwidth: float  # bytes per second
     notes: tuple[str, ...] = ()  # assumptions
@@ -79,7 +78,6 @@ class _Card:
     usable_gib: float
     capability: tuple[int, int]
     fp32: float  # TFLOP/s
-    tf32: float
     half: float
     bandwidth: float  # GB/s
     words: str = ""  # pattern of names that mean this card among others of its model
@@ -92,60 +90,60 @@ class _Card:
 
 # Memory: the least "total capacity" that torch's out-of-memory errors report in public threads (139.72, 178.35, 79.10,
 # 93.00, 39.38, 31.34, 23.51, 44.34, 47.40, 14.56, 22.03; RTX 6000 Ada: 50865307648 bytes, unsloth-zoo#1053), whole
-# numbers nvidia-smi's total, rounded down. Rates: the vendor's data sheets and architecture white papers, dense (half
-# of what they print "with sparsity", marked * here), boost clocks, fp16 adding up in fp32.
+# numbers nvidia-smi's total, rounded down. Rates: the vendor's data sheets and architecture white papers (fp32, TF32,
+# half), dense (half of what they print "with sparsity", marked * here), boost clocks, fp16 adding up in fp32.
 _CARDS: dict[str, _Card] = {
     # H100 data sheet (2023): SXM 67/989*/1,979*, 3.35 TB/s; PCIe 51/756*/1,513*, 2 TB/s; NVL 60/835*/1,671*, 3.9 TB/s
-    "h100-80gb-pcie": _Card(79.10, (9, 0), 51, 378, 756, 2000, words="pcie"),
-    "h100-80gb-sxm": _Card(79.10, (9, 0), 67, 494.7, 989.4, 3350, words="sxm|hbm3"),
-    "h100-94gb-nvl": _Card(93.00, (9, 0), 60, 417.5, 835.5, 3900, words="nvl"),
+    "h100-80gb-pcie": _Card(79.10, (9, 0), 51, 756, 2000, words="pcie"),
+    "h100-80gb-sxm": _Card(79.10, (9, 0), 67, 989.4, 3350, words="sxm|hbm3"),
+    "h100-94gb-nvl": _Card(93.00, (9, 0), 60, 835.5, 3900, words="nvl"),
     # H200 data sheet: SXM as H100, 4.8 TB/s; NVL 60/835*/1,671*. torch calls the one "NVIDIA H200", the other "… NVL"
-    "h200-141gb-nvl": _Card(139.72, (9, 0), 60, 417.5, 835.5, 4800, words="nvl", smi_gib=140),
-    "h200-141gb-sxm": _Card(139.72, (9, 0), 67, 494.7, 989.4, 4800, words="sxm|hbm3|^nvidia_h200$", smi_gib=140),
+    "h200-141gb-nvl": _Card(139.72, (9, 0), 60, 835.5, 4800, words="nvl", smi_gib=140),
+    "h200-141gb-sxm": _Card(139.72, (9, 0), 67, 989.4, 4800, words="sxm|hbm3|^nvidia_h200$", smi_gib=140),
     # Blackwell architecture brief, HGX B200 at 1,000 W, of 8: TF32 2.2 PF*, FP16 4.5 PF*; 7.7 TB/s
-    "b200-180gb": _Card(178.35, (10, 0), 75, 1100, 2250, 7700),
+    "b200-180gb": _Card(178.35, (10, 0), 75, 2250, 7700),
     # A100 data sheet: 19.5/156/312; 40 GB 1,555 GB/s; 80 GB PCIe 1,935, SXM 2,039 GB/s
-    "a100-40gb": _Card(39.38, (8, 0), 19.5, 156, 312, 1555),
-    "a100-80gb-pcie": _Card(79.10, (8, 0), 19.5, 156, 312, 1935, words="pcie"),
-    "a100-80gb-sxm": _Card(79.10, (8, 0), 19.5, 156, 312, 2039, words="sxm"),
+    "a100-40gb": _Card(39.38, (8, 0), 19.5, 312, 1555),
+    "a100-80gb-pcie": _Card(79.10, (8, 0), 19.5, 312, 1935, words="pcie"),
+    "a100-80gb-sxm": _Card(79.10, (8, 0), 19.5, 312, 2039, words="sxm"),
     # V100 data sheet: PCIe 14/112, SXM2 15.7/125; 900 GB/s
-    "v100-16gb-pcie": _Card(15.77, (7, 0), 14, 14, 112, 900, words="pcie"),
-    "v100-16gb-sxm": _Card(15.77, (7, 0), 15.7, 15.7, 125, 900, words="sxm"),
-    "v100-32gb-pcie": _Card(31.74, (7, 0), 14, 14, 112, 900, words="pcie"),
-    "v100-32gb-sxm": _Card(31.74, (7, 0), 15.7, 15.7, 125, 900, words="sxm"),
+    "v100-16gb-pcie": _Card(15.77, (7, 0), 14, 112, 900, words="pcie"),
+    "v100-16gb-sxm": _Card(15.77, (7, 0), 15.7, 125, 900, words="sxm"),
+    "v100-32gb-pcie": _Card(31.74, (7, 0), 14, 112, 900, words="pcie"),
+    "v100-32gb-sxm": _Card(31.74, (7, 0), 15.7, 125, 900, words="sxm"),
     # P100 data sheet, PCIe: 9.3/18.7, 549 and 732 GB/s; no tensor cores
-    "p100-12gb": _Card(11, (6, 0), 9.3, 9.3, 18.7, 549),
-    "p100-16gb": _Card(15, (6, 0), 9.3, 9.3, 18.7, 732),
+    "p100-12gb": _Card(11, (6, 0), 9.3, 18.7, 549),
+    "p100-16gb": _Card(15, (6, 0), 9.3, 18.7, 732),
     # Data sheets of A40, A30, A16 (of its four), A10; of A10G AWS's of 2022: 35/35/70
-    "a40": _Card(44.34, (8, 6), 37.4, 74.8, 149.7, 696),
-    "a30": _Card(23.50, (8, 0), 10.3, 82, 165, 933),
-    "a16": _Card(14, (8, 6), 4.5, 9, 17.9, 200),
-    "a10": _Card(22, (8, 6), 31.2, 62.5, 125, 600),
-    "a10g": _Card(22, (8, 6), 35, 35, 70, 600),
+    "a40": _Card(44.34, (8, 6), 37.4, 149.7, 696),
+    "a30": _Card(23.50, (8, 0), 10.3, 165, 933),
+    "a16": _Card(14, (8, 6), 4.5, 17.9, 200),
+    "a10": _Card(22, (8, 6), 31.2, 125, 600),
+    "a10g": _Card(22, (8, 6), 35, 70, 600),
     # Data sheets of L40, L40S, L4, T4
-    "l40": _Card(44.34, (8, 9), 90.5, 90.5, 181, 864),
-    "l40s": _Card(44.34, (8, 9), 91.6, 183, 362, 864),
-    "l4": _Card(22.03, (8, 9), 30.3, 60, 121, 300),
-    "t4": _Card(14.56, (7, 5), 8.1, 8.1, 65, 300),
+    "l40": _Card(44.34, (8, 9), 90.5, 181, 864),
+    "l40s": _Card(44.34, (8, 9), 91.6, 362, 864),
+    "l4": _Card(22.03, (8, 9), 30.3, 121, 300),
+    "t4": _Card(14.56, (7, 5), 8.1, 65, 300),
     # K80 board specification, of its two GPUs; torch has long dropped it
-    "k80": _Card(11, (3, 7), 2.8, 2.8, 0, 240),
+    "k80": _Card(11, (3, 7), 2.8, 0, 240),
     # Data sheets of RTX A6000, A5000; Turing white paper (Quadro RTX 8000 and 6000, RTX 2080 Ti, Titan RTX)
-    "rtx-a6000": _Card(47.40, (8, 6), 38.7, 77.4, 154.8, 768),
-    "rtx-a5000": _Card(23, (8, 6), 27.8, 55.6, 111.1, 768),
-    "rtx-8000": _Card(44, (7, 5), 16.3, 16.3, 130.5, 672),
-    "rtx-6000": _Card(22, (7, 5), 16.3, 16.3, 130.5, 672, words="quadro"),
-    "rtx-2080-ti": _Card(10, (7, 5), 13.4, 13.4, 53.8, 616),
-    "titan-rtx": _Card(23, (7, 5), 16.3, 16.3, 130.5, 672),
+    "rtx-a6000": _Card(47.40, (8, 6), 38.7, 154.8, 768),
+    "rtx-a5000": _Card(23, (8, 6), 27.8, 111.1, 768),
+    "rtx-8000": _Card(44, (7, 5), 16.3, 130.5, 672),
+    "rtx-6000": _Card(22, (7, 5), 16.3, 130.5, 672, words="quadro"),
+    "rtx-2080-ti": _Card(10, (7, 5), 13.4, 53.8, 616),
+    "titan-rtx": _Card(23, (7, 5), 16.3, 130.5, 672),
     # Ada white paper: RTX 6000 Ada, RTX 5000 Ada, RTX 4090
-    "rtx-6000-ada": _Card(47.37, (8, 9), 91.1, 182.1, 364.2, 960),
-    "rtx-5000-ada": _Card(31, (8, 9), 65.3, 130.6, 261.1, 576),
-    "rtx-4090": _Card(23.51, (8, 9), 82.6, 82.6, 165.2, 1008),
+    "rtx-6000-ada": _Card(47.37, (8, 9), 91.1, 364.2, 960),
+    "rtx-5000-ada": _Card(31, (8, 9), 65.3, 261.1, 576),
+    "rtx-4090": _Card(23.51, (8, 9), 82.6, 165.2, 1008),
     # RTX Blackwell white paper: RTX PRO 6000 (its server edition), RTX 5090; GA102 white paper: RTX 3090
-    "rtx-pro-6000": _Card(94.50, (12, 0), 120, 240, 480, 1597, smi_gib=95),
-    "rtx-5090": _Card(31.34, (12, 0), 104.8, 104.8, 209.5, 1792),
-    "rtx-3090": _Card(23.50, (8, 6), 35.6, 35.6, 71, 936),
+    "rtx-pro-6000": _Card(94.50, (12, 0), 120, 480, 1597, smi_gib=95),
+    "rtx-5090": _Card(31.34, (12, 0), 104.8, 209.5, 1792),
+    "rtx-3090": _Card(23.50, (8, 6), 35.6, 71, 936),
     # Pascal white paper
-    "gtx-1080-ti": _Card(10, (6, 1), 11.3, 11.3, 0, 484),
+    "gtx-1080-ti": _Card(10, (6, 1), 11.3, 0, 484),
 }
 
 
@@ -287,7 +285,7 @@ def _named(name: str) -> Device:
     card = _CARDS[name]
     usable = int(card.usable_gib * GIB)
     context = _CONTEXT_MIB[card.capability[0]] * MIB
-    rates = (card.fp32 * _TERA, card.tf32 * _TERA, card.half * _TERA, card.bandwidth * _GIGA)
+    rates = (card.fp32 * _TERA, card.half * _TERA, card.bandwidth * _GIGA)
     return Device(name, usable, _reserve(usable), context, card.capability, *rates)
 
 
@@ -304,7 +302,6 @@ def _part(text: str, cards: tuple[str, ...], usable_gib: int, slices: int = 0) -
         usable_bytes=usable,
         reserve_bytes=_reserve(usable),
         fp32_flops=whole.fp32_flops * compute,
-        tf32_flops=whole.tf32_flops * compute,
         half_flops=whole.half_flops * compute,
         bandwidth=whole.bandwidth * memory,
         notes=(f"{text} is treated as {compute:.0%} of the rates of {parent}",),

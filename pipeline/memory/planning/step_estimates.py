@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipeline.memory.footprint import Category, Provenance, StepTapes, Tape, least_sure, margin_of
-from pipeline.memory.hardware.caching_allocator import AllocatorSettings, replay_steps
+from pipeline.memory.hardware.caching_allocator import DEFAULT, EXPANDABLE, replay_steps
 from pipeline.memory.planning.memory_plan import Configuration, Figure, Reserved
 from pipeline.units import format_bytes
 
@@ -70,7 +70,7 @@ def epoch_s(micros: Micros, time_M: Floats, step_s: float) -> tuple[float, float
     return total / len(steps), total / micros.epochs
 
 
-SETTINGS = (AllocatorSettings(), AllocatorSettings(expandable=True))  # the plainest first
+SETTINGS = (DEFAULT, EXPANDABLE)  # the plainest first
 WITHIN = 1.02  # what reserves so little more than the least is as good, and the plainest of them is taken
 _AHEAD = -(1 << 40)  # blocks of inputs that are copied ahead, below those of any model
 _MOST_EVENTS = 300_000  # that are played, a few seconds
@@ -82,22 +82,21 @@ _DISTINCT = 2  # micro-batches of a step: the first makes the gradients, all oth
 def reserve(
     standing: StandingFootprint,
     steps: Sequence[Sequence[MicroFootprint]],
-    allowed: Sequence[AllocatorSettings] = SETTINGS,
+    allowed: Sequence[str] = SETTINGS,
 ) -> Reserved:
     """Return what torch's caching allocator reserves, with the settings that reserve least, and the comparison."""
     played = [StepTapes.of(standing, micros, first=place == 0) for place, micros in enumerate(steps)]
     replays = {settings: replay_steps(played, settings, standing.setup) for settings in allowed}
     least = min(replay.reserved_bytes for replay in replays.values())
     chosen, best = next(pair for pair in replays.items() if pair[1].reserved_bytes <= WITHIN * least)
-    why = f"{chosen.name} reserves {format_bytes(best.reserved_bytes)}, {best.fragmentation:.2f} times the live memory"
-    for settings, replay in replays.items():
-        why += f"; {settings.name}: {format_bytes(replay.reserved_bytes)}" if settings != chosen else ""
-    return Reserved(best.reserved_bytes, chosen.text, notes=(why,))
+    why = f"reserves {format_bytes(best.reserved_bytes)}, {best.fragmentation:.2f} times the live memory"
+    others = (pair for pair in replays.items() if pair[0] != chosen)
+    notes = (f"{settings or 'default'}: {format_bytes(replay.reserved_bytes)}" for settings, replay in others)
+    why = "; ".join((f"{chosen or 'default'} {why}", *notes))
+    return Reserved(best.reserved_bytes, chosen, notes=(why,))
 
 
-def ahead_bytes(
-    standing: StandingFootprint, micro: MicroFootprint, inputs: Sequence[int], settings: AllocatorSettings
-) -> int:
+def ahead_bytes(standing: StandingFootprint, micro: MicroFootprint, inputs: Sequence[int], settings: str) -> int:
     """Simulate how much more is reserved where the inputs of the next micro-batch are copied ahead."""
     sizes = np.array([size for size in inputs if size], np.int64)
     takes = [Tape(_AHEAD - np.arange(len(sizes)) - turn * len(sizes), sizes) for turn in (0, 1)]

@@ -34,9 +34,10 @@ from torch.utils._python_dispatch import (
 from torch.utils.flop_counter import flop_registry
 
 from pipeline.memory.footprint import Category, MemoryPart, Tape
+from pipeline.memory.leak_inspection import sequence_numbers, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -224,7 +225,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.added.setdefault(target, []).append(source)
         out = func(*args, **kwargs)
         hidden = self._hidden(func, args, kwargs, out)
-        results = list(_tensors(out))
+        results = list(tensors_in(out))
         made = [self.see(tensor, hidden if tensor is results[-1] else 0) for tensor in results]
         if any(made) or func._schema.is_mutable:
             self._count(func, args, kwargs, out)
@@ -307,7 +308,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count a kernel's work and its internal memory."""
         recording = self.recording
         recording.kernels += 1
-        recording.moved_bytes += sum(tensor.nbytes for tensor in (*_tensors(args), *_tensors(out)))
+        recording.moved_bytes += sum(tensor.nbytes for tensor in (*tensors_in(args), *tensors_in(out)))
         if func.overloadpacket in flop_registry:
             recording.flops += float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out))
         if size := self._scratch(func, args, kwargs, out):
@@ -319,7 +320,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lowest = min(blocks, default=0)
         needed: dict[int, list[str]] = {}
         for name, total in terms.items():
-            for node in _behind(total.grad_fn, lowest):
+            for node in sequence_numbers(total.grad_fn, lowest):
                 needed.setdefault(node, []).append(name)
         for block in self.recording.blocks:
             block.terms, block.node = block.terms or tuple(needed.get(block.node, ())), -1
@@ -348,18 +349,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.modules.clear()
 
 
-def _behind(node: Any, lowest: int) -> Iterable[int]:
-    """Yield the sequence numbers, not below `lowest`, of a node and those it depends on."""
-    visited: set[Any] = set()
-    open_ = [node]
-    while open_:
-        node = open_.pop()
-        if node is not None and node not in visited and (number := node._sequence_nr()) >= lowest:
-            visited.add(node)
-            yield number
-            open_ += [below for below, _ in node.next_functions]
-
-
 @contextmanager
 def shapes_unseen() -> Iterator[None]:
     """Hide from every mode the operators that DTensor runs once a process to learn shapes: they take no memory."""
@@ -382,15 +371,6 @@ def _storage(tensor: Any) -> Any:
     while is_traceable_wrapper_subclass(tensor):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     return (tensor._values() if tensor.is_sparse else tensor).untyped_storage()
-
-
-def _tensors(value: Any) -> Iterator[Any]:
-    """Yield the tensors among an operator's arguments or results."""
-    if isinstance(value, torch.Tensor):
-        yield from (value._values(), value._indices()) if value.is_sparse else (value,)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def _class_name(module: nn.Module) -> str:

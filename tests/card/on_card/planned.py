@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline.memory.footprint import MemoryChoice, StepTapes
-from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
+from pipeline.memory.hardware.caching_allocator import DEFAULT, EXPANDABLE, Allocator
 from pipeline.memory.tracing.fake_cuda import cuda_casts, cuda_composites
 from pipeline.memory.tracing.kernels import operator_name, scratch_bytes
 from pipeline.memory.tracing.tracer import Target, Tracer
@@ -56,7 +56,7 @@ class Peaks:
 def planned(tracer: Tracer, choice: MemoryChoice, sizes: Mapping[str, int], *, expandable: bool = False) -> Peaks:
     """Return the peaks of a plan, as the simulated allocator has them."""
     standing, micro = tracer.standing(choice), tracer.micro(choice, sizes)
-    allocator = Allocator(AllocatorSettings(expandable))
+    allocator = Allocator(EXPANDABLE if expandable else DEFAULT)
     allocator.play(standing.setup)
     is_first, peaks = True, []
     for turns in TURNS:

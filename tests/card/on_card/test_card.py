@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipeline.memory.footprint import Tape
-from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
+from pipeline.memory.hardware.caching_allocator import DEFAULT, EXPANDABLE, Allocator
 from tests.card import card
 
 MIB = 1 << 20
@@ -46,7 +46,7 @@ def test_memory_is_reserved_as_by_the_allocator_that_plans_simulate(seed: int, e
     draw = random.Random(seed)
     accelerator.reset_accumulated_memory_stats()
     accelerator.reset_peak_memory_stats()
-    simulated = Allocator(AllocatorSettings(expandable=expandable))
+    simulated = Allocator(EXPANDABLE if expandable else DEFAULT)
     with card.settings(total_bytes=4000 * MIB, expandable=expandable, poison=False):
         tensors: dict[int, torch.Tensor] = {}
         for number in range(300):

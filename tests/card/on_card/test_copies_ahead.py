@@ -14,7 +14,7 @@ import torch
 
 from pipeline.device.batch_transfer import CopyAhead, map_tensors
 from pipeline.memory.footprint import MemoryChoice
-from pipeline.memory.hardware.caching_allocator import AllocatorSettings
+from pipeline.memory.hardware.caching_allocator import DEFAULT
 from pipeline.memory.planning.step_estimates import ahead_bytes
 from pipeline.planning.training_work import example_bytes
 from pipeline.training.items.loader import Loader
@@ -246,7 +246,7 @@ def test_what_is_copied_ahead_takes_what_the_plan_counts(family: str, choice: Me
     task, sizes = FAMILIES[family]
     oracle = tracer(task, CARD, sizes, clip=1.0)
     plan, inputs = planned(oracle, choice, sizes), example_bytes(task, sizes)
-    more = ahead_bytes(oracle.standing(choice), oracle.micro(choice, sizes), inputs, AllocatorSettings())
+    more = ahead_bytes(oracle.standing(choice), oracle.micro(choice, sizes), inputs, DEFAULT)
     gc.collect()
     torch.accelerator.empty_cache()
     with card.settings(poison=False):

@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.memory.footprint import Tape
-from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
+from pipeline.memory.hardware.caching_allocator import DEFAULT, EXPANDABLE, Allocator
 from tests.memory.planning.oracles import tape
 from tests.testkit.counted import calls_of
 
 MIB = 1 << 20
-DEFAULT = AllocatorSettings()
-EXPANDABLE = AllocatorSettings(expandable=True)
 ALL = (DEFAULT, EXPANDABLE)
 
 
@@ -25,7 +23,7 @@ def play(allocator: Allocator, number: int, size: int) -> None:
     allocator.play(tape((-1 - number, size)))
 
 
-RULES: dict[str, tuple[AllocatorSettings, str, dict[str, float]]] = {
+RULES: dict[str, tuple[str, str, dict[str, float]]] = {
     # what is allocated (+ MiB) and released (- number), in turn; what holds at the end, in MiB
     "small blocks share a segment of 2": (DEFAULT, "+1 +1", {"reserved": 2}),
     "small blocks take another one": (DEFAULT, "+1 +1 +0.001", {"reserved": 4}),
@@ -108,7 +106,7 @@ EVENTS = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 1000)), max_siz
 
 @given(EVENTS, st.sampled_from(ALL))
 @settings(max_examples=200, deadline=None)
-def test_what_always_holds(events: list[tuple[bool, int, int]], chosen: AllocatorSettings) -> None:
+def test_what_always_holds(events: list[tuple[bool, int, int]], chosen: str) -> None:
     allocator = Allocator(chosen)
     live: dict[int, int] = {}
     for number, (is_release, size, which) in enumerate(events):

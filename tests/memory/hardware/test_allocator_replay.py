@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from pipeline.memory.footprint import MicroFootprint, StandingFootprint, StepTapes, Tape
-from pipeline.memory.hardware.caching_allocator import AllocatorSettings, replay_steps
+from pipeline.memory.hardware.caching_allocator import DEFAULT, EXPANDABLE, replay_steps
 from pipeline.memory.planning.step_estimates import SETTINGS, reserve
 from tests.memory.planning.oracles import tape
 
 EMPTY = Tape(np.zeros(0, np.int64), np.zeros(0, np.int64))
 MIB = 1 << 20
-DEFAULT = AllocatorSettings()
 
 
 def micro(tokens: int, layers: int = 8) -> Tape:
@@ -66,7 +65,7 @@ def test_a_replay_tells_both_peaks() -> None:
 def test_shapes_that_vary_fragment_the_default_most() -> None:
     steps = shuffled()
     plain = replay_steps(steps, DEFAULT, SETUP)
-    expandable = replay_steps(steps, AllocatorSettings(expandable=True), SETUP)
+    expandable = replay_steps(steps, EXPANDABLE, SETUP)
     assert plain.fragmentation > 2
     assert expandable.fragmentation < 1.1
 

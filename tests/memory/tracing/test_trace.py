@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules import module as hooks
 
 from pipeline.memory.footprint import Category, MemoryChoice, StepTapes, live_peak_bytes, parts_at_peak
-from pipeline.memory.hardware.caching_allocator import Allocator, AllocatorSettings
+from pipeline.memory.hardware.caching_allocator import DEFAULT, Allocator
 from pipeline.memory.tracing.tracer import CannotTrace
 from pipeline.training.step.optimizers import StepSettings
 from pipeline.training.step.step import Step as TrainingStep
@@ -57,7 +57,7 @@ def test_a_trace_is_what_real_steps_take(name):
 def check_tapes(standing, micro, first):
     """Check that tapes can be played in turn, reach the peak of a real first step, and leave what stands."""
     live: dict[int, int] = {}
-    allocator = Allocator(AllocatorSettings())
+    allocator = Allocator(DEFAULT)
     play(live, standing.setup)
     allocator.play(standing.setup)
     steps = [StepTapes.of(standing, [micro] * times, first=not place) for place, times in enumerate((1, 1, 3, 2))]
