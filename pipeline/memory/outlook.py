@@ -189,8 +189,10 @@ class TrainOutlook:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
-        own = ("task", "items", "sizes_from", "plans", "parameters", "trained", "standing", "evaluation_bytes", "item")
-        own += ("configurations", "train_s", "pace", "ignores_sizes", "findings")
+        own = (
+            *("task", "items", "sizes_from", "plans", "parameters", "trained", "standing", "evaluation_bytes", "item"),
+            *("configurations", "train_s", "pace", "ignores_sizes", "findings"),
+        )
         return {
             "stage": "train",
             **{name: plain(getattr(self, name)) for name in own},
