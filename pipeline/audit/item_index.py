@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
-import weakref
-from array import array
+import sqlite3
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from pipeline.dataset import worklist
-from pipeline.keys import KEY_BYTES
 from pipeline.records import Item
 from pipeline.store.store import in_chunks
 from pipeline.structures.scan_items import Seen, glance, look_up_items
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
     from pipeline.project.project import Project
 
@@ -28,41 +21,23 @@ _SAMPLE_BITS = 64
 
 
 class KeyedLines:
-    """Takes keys with a line of text each, then gives the text of a key."""
+    """Takes keys with a line of text each, then gives the text of a key; in a temporary file, whatever their number."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it goes when this does
-        weakref.finalize(self, self._file.close)
-        self._keys, self._offsets = bytearray(), array("Q")
-        self._sorted: tuple[NDArray[np.bytes_], NDArray[np.int64]] | None = None
-
-    def __len__(self) -> int:
-        return len(self._offsets)
+        self._table = sqlite3.connect(
+            "", isolation_level=None, check_same_thread=False
+        )  # a file without a name, which goes when this does
+        self._table.execute("CREATE TABLE lines (key BLOB PRIMARY KEY, text TEXT) WITHOUT ROWID")
+        self._table.execute("BEGIN")  # what is never committed need not survive
 
     def add(self, key: bytes, text: str) -> None:
-        """Keep the text of a key; of a key that is added again, any one of its texts."""
-        self._keys += key
-        self._offsets.append(self._file.seek(0, 2))
-        self._file.write(text.encode() + b"\n")
-        self._sorted = None
+        """Keep the text of a key; of a key that is added again, the last of its texts."""
+        self._table.execute("INSERT OR REPLACE INTO lines VALUES (?, ?)", (key, text))
 
     def get(self, key: bytes) -> str | None:
         """Return the text of a key."""
-        if not len(self):
-            return None
-        keys, order = self._in_order()
-        at = int(np.searchsorted(keys, np.frombuffer(key, f"S{KEY_BYTES}")[0]))
-        if at == len(keys) or keys[at].ljust(KEY_BYTES, b"\0") != key:  # numpy drops zeros at the end
-            return None
-        self._file.seek(self._offsets[int(order[at])])
-        return self._file.readline()[:-1].decode()
-
-    def _in_order(self) -> tuple[NDArray[np.bytes_], NDArray[np.int64]]:
-        if self._sorted is None:
-            keys = np.frombuffer(bytes(self._keys), f"S{KEY_BYTES}")
-            order = np.argsort(keys, kind="stable")
-            self._sorted = keys[order], order
-        return self._sorted
+        found = self._table.execute("SELECT text FROM lines WHERE key = ?", (key,)).fetchone()
+        return found[0] if found else None
 
 
 class ItemIndex:
