@@ -141,18 +141,14 @@ def predictions(folder: Place) -> Iterator[dict[str, Any]]:
     if not (Path(folder) / DESCRIPTION).is_file():
         remedy = Command.submit(StageName.PREDICT)
         raise ConfigError("there are no complete predictions here", where=str(folder), remedy=remedy)
-    return _items_of(Path(folder))
-
-
-def _items_of(folder: Path) -> Iterator[dict[str, Any]]:
     names, opened = dict[str, str](), dict[str, Any]()  # of each output with arrays: the file that was read last
-    with (folder / LINES).open(encoding="utf-8") as lines:
+    with (Path(folder) / LINES).open(encoding="utf-8") as lines:
         for line in lines:
             item = json.loads(line)
             for name in [key.removesuffix(".file") for key in item if key.endswith(".file")]:
                 file, _ = item.pop(f"{name}.file"), item.pop(f"{name}.shape")
                 if file and names.get(name) != file:
-                    names[name], opened[name] = file, safe_open(folder / file, "np")
+                    names[name], opened[name] = file, safe_open(Path(folder) / file, "np")
                 item[name] = opened[name].get_tensor(item["id"]) if file else None
             yield item
 

@@ -115,4 +115,4 @@ def test_predictions_are_read_item_by_item(trained: Project) -> None:
     assert all(item["contacts"].shape == tuple(row["contacts.shape"]) for item, row in zip(read, table, strict=True))
     assert isinstance(read[0]["contacts"], np.ndarray)
     with pytest.raises(PipelineError, match="no complete predictions"):
-        predictions(trained.folder)
+        next(predictions(trained.folder))
