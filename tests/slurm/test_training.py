@@ -235,20 +235,24 @@ def test_a_training_above_its_memory_limit_gets_more(begun: dict[str, Run], peac
 
 
 @pytest.mark.nightly
-def test_an_unfit_node_is_left_before_the_first_step(
-    peace: dict[str, bytes], project: Project, cluster: Cluster, tmp_path: Path
-) -> None:
-    unfit = cluster.nodes[0]
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], check=True)
+def test_an_unfit_node_is_left_before_the_first_step(peace: dict[str, bytes], project: Project, tmp_path: Path) -> None:
+    """The first node on which a task starts has a full disk."""
+    full, unfit = tmp_path / "full", tmp_path / "unfit"
+    full.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", full], check=True)
+    starts = f'[ -e {unfit} ] || echo "$SLURMD_NODENAME" > {unfit}'
+    is_unfit = f'[ "$(cat {unfit})" = "$SLURMD_NODENAME" ] && export TMPDIR={full}'
+    is_task = '[ "${SLURM_JOB_NAME##*-supervise-*}" ]'
     try:
-        setup = [f'[ "$SLURMD_NODENAME" != {unfit} ] || export TMPDIR={tmp_path}']
-        run = trains(project, "unfit", cluster__slurm__setup=json.dumps(setup))
+        setup = json.dumps([f"if {is_task}; then {starts}; {is_unfit} || true; fi"])
+        run = trains(
+            project, "unfit", cluster__train__nodes="1", cluster__train__ranks="2", cluster__slurm__setup=setup
+        )
         run.ends()
     finally:
-        subprocess.run(["umount", tmp_path], check=True)
+        subprocess.run(["umount", full], check=True)
     (failure,) = run.stage("train")["failures"]
-    assert (failure["cause"], failure["node"]) == ("node", unfit)
-    assert restarts(run) == 1
+    assert (failure["cause"], failure["node"]) == ("node", unfit.read_text().strip())
     assert weights(model(run), STEPS) == peace
 
 
