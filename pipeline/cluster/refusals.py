@@ -57,7 +57,10 @@ REMEDIES: dict[str, tuple[tuple[str, ...], str]] = {
     "time limit": (("{}.time",), ""),
     "array": (("slurm.max_array_size",), "   (scontrol show config has MaxArraySize)"),
     "gres": (("{}.gpus",), ", or --set cluster.slurm.gpus=gpus-per-node"),
-    "node configuration": (("{}.mem", "{}.cpus", "{}.gpus"), "   (reduce one of them)"),
+    "node configuration": (
+        ("{}.mem", "{}.cpus", "{}.gpus"),
+        "   (reduce one of them; sinfo -R shows nodes that are down)",
+    ),
     "dependency": ((), ""),
 }
 

@@ -185,7 +185,7 @@ def refused(code: int, said: str) -> str:
     if code != REFUSED:
         return ""
     must(
-        "next:" in said and re.search("answer|squeue|sbatch|controller", said),
+        "next:" in said and re.search("answer|squeue|sbatch|controller|sinfo", said),
         "a refusal without a reason",
         lambda: said,
     )
