@@ -170,6 +170,9 @@ def _parts(data: Iterable[Mapping[str, Any]]) -> tuple[Part, ...]:
     )
 
 
+FROM_STEP = "from_step"  # a figure: the step of the checkpoint from which a training began
+
+
 class EventKind(StrEnum):
     """What happened in a run."""
 
@@ -192,6 +195,8 @@ class EventKind(StrEnum):
     TASK_STARTED = "task_started"
     PROGRESS = "progress"
     REFUSED = "refused"  # a part of an item could not be used, which only the work itself could tell
+    RESTARTED = "restarted"  # a training's processes begin again in their job: one of them died or hung
+    CAUGHT_UP = "caught_up"  # a start of a training has come further than the one before it
     TASK_FINISHED = "task_finished"
     TASK_FAILED = "task_failed"
     TASK_ENDED = "task_ended"  # how an attempt ended: the verdict on what executor, worker and log say
@@ -284,8 +289,8 @@ class TaskContext:
     mem_bytes: int = 0  # of this task; 0: as configured
     shrink: int = 0  # how often to halve the budget of a batch
     careful: bool = False  # one thing at a time
-    part: tuple[int, int] = (0, 1)  # which of how many processes this is, where they share a task out
-    place: RankPlace = field(default_factory=lambda: RankPlace(0, 1))  # among the ranks, where they work together
+    attempt: int = 1  # 1 is the first
+    place: RankPlace = field(default_factory=lambda: RankPlace(0, 1))  # of this process among those of the task
     report: TaskReport = field(default_factory=TaskReport)
 
 

@@ -196,7 +196,7 @@ def _early_plan(loaded: LoadedConfig, project: Project, executor: Executor) -> s
 def _show_script(project: Project, executor: Executor, *, traced: Sequence[str], as_json: bool) -> None:
     """Print the plan of a training by a user's own script, which cannot be traced."""
     from pipeline.stages.jobs import script_outline
-    from pipeline.stages.script import ScriptStage
+    from pipeline.stages.script import ScriptStage, outline_lines
 
     if traced:
         first = Command.of("plan train", then="   (its first attempt)")
@@ -205,9 +205,9 @@ def _show_script(project: Project, executor: Executor, *, traced: Sequence[str],
     stage.inspect(project)
     outline = script_outline(project, stage, executor)
     if as_json:
-        print_json([outline.to_json()])
+        print_json([outline])
     else:
-        typer.echo("\n".join(outline.lines()))
+        typer.echo("\n".join(outline_lines(outline)))
 
 
 def _training(
@@ -270,6 +270,7 @@ def show_plan(submission: Submission, emit: Path | None) -> None:
     from pipeline.report import tables
     from pipeline.report.plan_tables import stages_report
     from pipeline.stages.jobs import script_outline
+    from pipeline.stages.script import outline_lines
     from pipeline.store.format.disk import written_to
     from pipeline.units import format_bytes
     from pipeline.views.efficiency import estimates
@@ -278,7 +279,7 @@ def show_plan(submission: Submission, emit: Path | None) -> None:
     tables.show_parts(*stages_report(estimates(project, plans, executor, {})), "")
     for plan in (part for whole in plans for part in whole.parts()):
         if plan.stage.is_script:
-            typer.echo("\n".join(script_outline(project, plan.stage, executor).lines()))
+            typer.echo("\n".join(outline_lines(script_outline(project, plan.stage, executor))))
         elif plan.survey.shards and not plan.counts().get("unplanned"):
             typer.echo(f"{plan.title}: memory {plan.job.why}")
             for name, shard in zip(plan.survey.names, plan.survey.shards, strict=True) if plan.own else ():

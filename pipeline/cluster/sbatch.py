@@ -18,6 +18,7 @@ from pipeline.command_line import ANY
 from pipeline.device.kinds import VISIBLE
 from pipeline.errors import ConfigError
 from pipeline.files import shipped
+from pipeline.stage_names import StageName
 from pipeline.units import MIB
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ DIRECTIVE = "#SBATCH "
 PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]*-]+")  # needs no quotes in a header
 NAME = re.compile(r"[A-Za-z0-9._+-]{1,200}")
 VARIABLE = re.compile(r"(\$(?:\{[A-Za-z_][A-Za-z0-9_]*\}|[A-Za-z_][A-Za-z0-9_]*))")
+REQUEUE = f"{DIRECTIVE}--requeue"
 OFFSET = re.compile(r"^offset=(\d+)$", re.MULTILINE)
 LOG = "%A_%a"  # how a task's log begins
 PYTHON = "python3"  # the interpreter inside an image
@@ -182,7 +184,8 @@ def command_lines(job: Job, offset: int = 0, before: Sequence[str] = ()) -> list
     exports = [f"export {name}={shell_word(value)}" for name, value in job.env.items()]
     numbers = [f"offset={offset}", "task=$((SLURM_ARRAY_TASK_ID + offset))"]
     ranks = [f"ranks={job.request.processes}"] if job.request.ranks else []
-    return [*numbers, *ranks, *exports, "command=(", *(f"  {word}" for word in words), ")"]
+    restarts = ["restarts=yes"] if job.name == StageName.TRAIN else []
+    return [*numbers, *ranks, *restarts, *exports, "command=(", *(f"  {word}" for word in words), ")"]
 
 
 def inside(
@@ -254,11 +257,14 @@ def _memory(job: Job, site: SlurmSection) -> tuple[str, str | None]:
 
 
 def _signal(job: Job, site: SlurmSection) -> str | None:
-    """Return the value of `--signal`: warn the task some time before its limit, but never at once."""
-    grace_s = int(site.grace)
-    if job.request.time_s is not None:
-        grace_s = min(grace_s, job.request.time_s // 4)
-    return f"USR2@{grace_s}" if grace_s > 0 else None
+    """Return the value of `--signal`."""
+    before_s = warning_s(site, job.request.time_s)
+    return f"USR2@{before_s}" if before_s > 0 else None
+
+
+def warning_s(site: SlurmSection, time_s: int | None) -> int:
+    """Return how long before its time limit a task is warned: never at once."""
+    return int(site.grace) if time_s is None else min(int(site.grace), time_s // 4)
 
 
 def _whole(option: str) -> str:

@@ -80,7 +80,12 @@ class SlurmExecutor:
         job = self.site.placed(job)
         limits = self.site.refuse(job)
         text = sbatch.template(job.name, ranks=job.request.ranks)
-        return sbatch.render(text, job, self.site.profile, highest_task=limits.highest_task)
+        script = sbatch.render(text, job, self.site.profile, highest_task=limits.highest_task)
+        return (
+            script.replace(f"{sbatch.REQUEUE}\n", f"{sbatch.REQUEUE}=expedite\n", 1)
+            if self.site.requeues_first
+            else script
+        )
 
     def starts(self, job: Job) -> float | None:
         """Ask sbatch when a job would start, without submitting it; raise SubmissionRefused if it never would."""

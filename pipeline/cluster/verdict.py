@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import TaskStatus
 
+HUNG = 77  # a process exits so when it has made no progress for too long
 PEER_LOST = 76  # a process exits so when another one that it works with is gone, or hangs
 GO_ON = 75  # EX_TEMPFAIL: the worker's exit code when it was asked to end, stopped cleanly and wants to continue
 CANNOT_RUN = (126, 127)  # a shell's exit codes where a program is missing or broken
@@ -34,6 +35,7 @@ NEARLY = 0.9  # of its limit: peaks are sampled
 LINE_MOST = 300
 UNFIT = "is unfit for this job"  # as a rank says of its node before the first step
 LINES_AFTER_END = 3  # that srun and slurmstepd still write when Slurm has ended a task
+RESTARTS = "starts again in this job: "  # begins a log's line when processes do; what is above it is over
 TAKEN_ALONG = "srun: First task exited"  # and the rest did not follow by themselves
 NO_CONTAINER = (  # it could not be begun on its node: no runtime, no image, or a folder to bind is missing
     "error: execve(): apptainer:",
@@ -98,7 +100,8 @@ def judge_attempt(status: TaskStatus, word: Word, log_end: str, *, asked_bytes: 
 
     `log_end` is the end of what it and Slurm wrote, `asked_bytes` its memory limit.
     """
-    case = _Case(status, word, _this_run(log_end) if status.restarts else log_end, asked_bytes)
+    log = log_end.rpartition(f"\n{RESTARTS}")[2]
+    case = _Case(status, word, _this_run(log) if status.restarts else log, asked_bytes)
     cause, reason = case.judge()
     peak = status.peak_rss_bytes
     if cause is Cause.HOST_OOM:
@@ -268,6 +271,8 @@ def _exited(code: int, message: str) -> _Finding:
     if code in REFUSALS:
         cause = Cause.DAMAGE if code == CacheDamaged.exit_code else Cause.REFUSED
         return cause, message or f"exit code {code}: {REFUSALS[code]}"
+    if code == HUNG:
+        return Cause.CRASHED, message or "made no progress for too long (train.hang)"
     if code - SIGNALLED in _AS_AFTER_SIGNALS:  # a program that the worker ran was killed
         return Cause.CRASHED, message or f"crashed by {named_signal(code - SIGNALLED)}"
     return Cause.FAILED, message or f"exit code {code}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from pipeline.errors import BudgetReached, ClusterSilent, SubmissionRefused
 from pipeline.journal.attempts import Attempt, leave_out
 from pipeline.journal.budget import Budget, Spending
 from pipeline.journal.ledger import read_notes
+from pipeline.journal.run_logs import end_of
 from pipeline.memory.history import Measured
 from pipeline.project.container_image import with_digest
 from pipeline.project.project import cluster_name, profiles_of
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
     Emit: TypeAlias = Callable[..., None]
 
-LOG_END_BYTES = 8192
 GPU_PEAKS = ("device_peak_bytes", "gpu_used_bytes")  # figures of processes, as the next
 PEAKS, BUSY = ("host_peak_bytes", "gpu_total_bytes", *GPU_PEAKS), "gpu_busy"
 MANY = 1 << 30
@@ -78,9 +77,9 @@ class Dispatch:
     def collect(self, project: Project, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> int:
         """Record the attempts that have ended; return how many did."""
         over = [report for report in changed if is_over(report) and status.task(report.task).job == report.job]
-        highest = _highest(status, {report.task for report in over}) if over else {}
+        highest = highest_figures(status, {report.task for report in over}) if over else {}
         on_node = stage.processes(project) // stage.resources(project.config).nodes
-        attempts = [self._judged(status, report, highest.get(report.task, {}), on_node) for report in over]
+        attempts = [judged(self._folder, status, report, highest.get(report.task, {}), on_node) for report in over]
         for attempt in attempts:
             self._emit(EventKind.TASK_ENDED, stage=stage.name, **attempt.to_event())
         if attempts:
@@ -95,45 +94,6 @@ class Dispatch:
             for report in changed
             if report.state in (TaskState.COMPLETED, TaskState.FAILED)
             and (task := status.task(report.task)).job == report.job
-        )
-
-    def _judged(self, stage: StageStatus, report: TaskStatus, highest: Mapping[str, float], on_node: int) -> Attempt:
-        """Return how an attempt ended.
-
-        `highest` has the highest figures of its processes, of which `on_node` share the memory of a node. What they
-        measured of GPUs comes before what the accounting says.
-        """
-        task = stage.task(report.task)
-        assert task.ask is not None
-        done, on = read_notes(self._folder, stage.name, report.task, task.attempt)
-        word = replace(task.word, done=done)
-        verdict = judge_attempt(report, word, log_end(report.stderr), asked_bytes=task.ask.mem_bytes)
-        cause = verdict.cause
-        never_began = cause is Cause.CANCELLED and report.started is None and not report.node
-        if cause in (Cause.ACTIVE, Cause.HELD) or (never_began and word.started):  # its end is on no record
-            cause = Cause.LOST
-        return Attempt(
-            task=report.task,
-            number=task.attempt,
-            ask=task.ask,
-            cause=cause,
-            reason=verdict.reason,
-            state=report.state.value,
-            job=report.job,
-            node=verdict.node or report.node,
-            log=report.stderr,
-            exit_code=report.exit_code,
-            peak_rss_bytes=max(verdict.peak_bytes or 0, on_node * int(highest.get("host_peak_bytes", 0))) or None,
-            gpu_peak_bytes=int(max(highest.get(name, 0) for name in GPU_PEAKS)) or report.gpu_bytes,
-            gpu_total_bytes=int(highest.get("gpu_total_bytes", 0)) or None,
-            gpu_busy=highest.get(BUSY, report.gpu_busy),
-            ended_at=report.ended or time.time(),
-            elapsed_s=(report.ended or 0.0) - (report.started or report.ended or 0.0),
-            earlier_s=report.earlier_s,
-            cpu_s=report.cpu_s,
-            done=done,
-            on=() if cause is Cause.DONE else on,
-            said=task.word.what,
         )
 
     def _remember(self, project: Project, stage: Stage, status: StageStatus, attempts: Sequence[Attempt]) -> None:
@@ -235,7 +195,7 @@ class Dispatch:
                 nodes=stage.resources(project.config).nodes,
                 has_batches=stage.is_script and "micro_batch" in script_of(project.config).names,
             )
-            decision = decide(task.ended, means)
+            decision = decide(task.history, means)
             if isinstance(decision, Split):
                 splits[task.number] = decision
                 continue
@@ -341,6 +301,48 @@ class Dispatch:
             return self._executor.submit(job)
 
 
+def judged(
+    folder: RunFolder, stage: StageStatus, report: TaskStatus, highest: Mapping[str, float], on_node: int
+) -> Attempt:
+    """Return how an attempt ended.
+
+    `highest` has the highest figures of its processes, of which `on_node` share the memory of a node. What they
+    measured of GPUs comes before what the accounting says.
+    """
+    task = stage.task(report.task)
+    assert task.ask is not None
+    done, on = read_notes(folder, stage.name, report.task, task.attempt)
+    word = replace(task.word, done=done)
+    verdict = judge_attempt(report, word, end_of(report.stderr) or "", asked_bytes=task.ask.mem_bytes)
+    cause = verdict.cause
+    never_began = cause is Cause.CANCELLED and report.started is None and not report.node
+    if cause in (Cause.ACTIVE, Cause.HELD) or (never_began and word.started):  # its end is on no record
+        cause = Cause.LOST
+    return Attempt(
+        task=report.task,
+        number=task.attempt,
+        ask=task.ask,
+        cause=cause,
+        reason=verdict.reason,
+        state=report.state.value,
+        job=report.job,
+        node=verdict.node or report.node,
+        log=report.stderr,
+        exit_code=report.exit_code,
+        peak_rss_bytes=max(verdict.peak_bytes or 0, on_node * int(highest.get("host_peak_bytes", 0))) or None,
+        gpu_peak_bytes=int(max(highest.get(name, 0) for name in GPU_PEAKS)) or report.gpu_bytes,
+        gpu_total_bytes=int(highest.get("gpu_total_bytes", 0)) or None,
+        gpu_busy=highest.get(BUSY, report.gpu_busy),
+        ended_at=report.ended or time.time(),
+        elapsed_s=(report.ended or 0.0) - (report.started or report.ended or 0.0),
+        earlier_s=report.earlier_s,
+        cpu_s=report.cpu_s,
+        done=done,
+        on=() if cause is Cause.DONE else on,
+        said=task.word.what,
+    )
+
+
 def _beyond(account: Account, job: StageJob, again: Command) -> BudgetReached:
     """Return the error for a job whose budget is too small for a single task."""
     budget, tasks = account.budget, len(parse_ranges(job.tasks))
@@ -370,18 +372,7 @@ def pieces(due: Sequence[int], limits: Limits, room: int) -> Iterator[list[int]]
         yield from in_chunks(group, most)
 
 
-def log_end(path: str) -> str:
-    """Return the last kilobytes of a log; empty where there is none."""
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123 - 10,000 of them
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - LOG_END_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _highest(stage: StageStatus, tasks: set[int]) -> dict[int, dict[str, float]]:
+def highest_figures(stage: StageStatus, tasks: set[int]) -> dict[int, dict[str, float]]:
     """Return for each of these tasks the highest memory that its processes reported, and the mean use of its GPUs.
 
     The use is missing where no process could measure it.

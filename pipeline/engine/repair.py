@@ -142,6 +142,11 @@ def _decide(history: Sequence[Attempt], means: Means) -> Decision:
     return GiveUp("not retried")
 
 
+def restarts_in_job(history: Sequence[Attempt]) -> bool:
+    """Tell whether a training goes on in its job: the last start was ended by no fault of a node, and came further."""
+    return history[-1].cause is Cause.CRASHED and progressed(history)
+
+
 AGAIN = {
     Cause.NODE: "retry: its node failed",
     Cause.PREEMPTED: "retry: it was preempted",

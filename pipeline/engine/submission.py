@@ -323,7 +323,7 @@ def _stage_json(project: Project, plan: StagePlan, executor: Executor) -> dict[s
     if plan.survey.parts:
         document["parts"] = [_stage_json(project, part, executor) for part in plan.parts()]
     if plan.stage.is_script:
-        return document | {"script": script_outline(project, plan.stage, executor).to_json()}
+        return document | {"script": script_outline(project, plan.stage, executor)}
     if not plan.survey.shards:
         return document
     if plan.own and not plan.survey.parts:

@@ -2,7 +2,8 @@
 
 python -m pipeline.engine.worker RUN STAGE TASK [--attempt N --mem BYTES --shrink K --careful]
 
-A task with several GPUs starts this again as one process for each of them, with --part.
+A task with several GPUs starts this again as one process for each of them, with --part. With --ended it does no work
+and says whether the processes of a training that have ended start again in their job.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import argparse
 import atexit
 import gc
 import json
+import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -42,9 +44,10 @@ from pipeline.stages import table
 from pipeline.store.cache_folder import update_indexes
 from pipeline.store.format.disk import FULL
 from pipeline.training.ranks import RankLost
+from pipeline.training.ranks.launch import ALONE_S, launch_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import FrameType
     from typing import Any
 
@@ -53,6 +56,8 @@ if TYPE_CHECKING:
 
 PROGRESS_EVERY_S = 0.5
 WARNINGS_MOST = 20  # of a process, in the ledger
+BEGAN = time.time()
+OWN_LOG = "/proc/self/fd/2"
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a cancellation or preemption; what comes before a limit
 
 
@@ -83,17 +88,17 @@ def main(words: Sequence[str]) -> int:
         signal.signal(number, _stop)
     arguments = _parse(words)
     folder = RunFolder(Path(arguments.run))
-    place = _place(arguments) if table.known_stage(arguments.stage).together else None
-    part = (place.rank, place.world) if place else _part(arguments.part) if arguments.part else None
-    node = NodePlace.of(os.environ)
+    place, node = _place(arguments), NodePlace.of(os.environ)
     writer = f"{arguments.stage}-{arguments.task:06d}" + (
-        f"-{part[0]}" if part else f"-node{node.number}" if node.number else ""
+        f"-{place.rank}" if place else f"-node{node.number}" if node.number else ""
     )
     facts: dict[str, Any] = {"stage": arguments.stage, "task": arguments.task, "attempt": arguments.attempt}
     ledger = Ledger(folder, writer)
+    if arguments.ended is not None:
+        return _say_again(folder, ledger, facts, arguments.ended, arguments.spent)
     try:
         # It reports for the whole task: no other process of ours started it
-        leads = node.number == 0 if part is None else part[0] == 0 and not arguments.part
+        leads = node.number == 0 if place is None else place.rank == 0 and not arguments.part
         if leads:
             ledger.emit(EventKind.TASK_STARTED, **facts, host=socket.gethostname())
         config = from_resolved(folder.config.read_text(), str(folder.config))
@@ -103,20 +108,21 @@ def main(words: Sequence[str]) -> int:
         if leads and stage.kinds:
             update_indexes(project.cache, table.kinds_of(json.loads(folder.stages.read_text())), far_behind=True)
         processes = stage.processes(project)
-        if part is None and processes > 1:
+        if place is None and processes > 1:
             # Each of its processes sees all GPUs, as under torchrun
             if stage.is_script:
                 words = [*words, "--lent", os.environ.get(VISIBLE, "")]
-            if not stage.together:
-                return _fan_out(words, folder, processes, ledger, facts)
-            return _together(words, folder, processes, node, ledger if leads else None, facts)
+            command = [*module_command(WORKER, folder), *words]
+            alone_s = ALONE_S if stage.together else math.inf  # one that fails does not stop others that work alone
+            launch = partial(launch_ranks, command, processes, node, alone_s=alone_s)
+            return _start_processes(folder, ledger, facts, launch, node)
         if stage.together:
             for number in ENDING:
                 signal.signal(number, _hear)
         if arguments.lent is not None:
             os.environ[VISIBLE] = arguments.lent
         with closing(GpuSampler.of_environment()) as gpus:
-            work_through(stage, project, folder, arguments, part, News(ledger, facts, gpus), place=place, leads=leads)
+            work_through(stage, project, folder, arguments, place, News(ledger, facts, gpus), leads=leads)
     except script_stage.Ended as ended:
         if not ended.quiet:
             _record_end(ledger, facts, ended.what, ended.code, ended.trouble)
@@ -149,6 +155,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--careful", action="store_true", help="one item at a time")
     parser.add_argument("--part", help="this process of all processes, such as 0/2")
     parser.add_argument("--meeting", default="", help="the shared start name of cooperating processes")
+    parser.add_argument("--ended", type=int, help="the exit code of the processes of this task")
+    parser.add_argument("--spent", type=float, default=0.0, help="seconds of the job's time limit that are over")
     parser.add_argument("--lent", help="the GPUs of all processes on this node, if each must see all")
     return parser.parse_args(words)
 
@@ -211,6 +219,10 @@ class News:
         else:
             self._ledger.emit(kind, **about)
 
+    def catch_up(self) -> None:
+        """Record that this start has come further than the one before it, and what it took to come there."""
+        _record_if_possible(self._ledger, EventKind.CAUGHT_UP, **self._facts, lost_s=round(time.time() - BEGAN, 3))
+
     def go_on(self, report: TaskReport) -> None:
         """Record progress, unless that was done a moment ago."""
         if time.monotonic() - self._told_s > PROGRESS_EVERY_S:
@@ -223,10 +235,9 @@ def work_through(
     project: Project,
     folder: RunFolder,
     arguments: argparse.Namespace,
-    part: tuple[int, int] | None,
+    place: RankPlace | None,
     news: News,
     *,
-    place: RankPlace | None = None,
     leads: bool = True,
 ) -> None:
     """Do a task; progress goes to the ledger, and what it works on to a note that survives any kill."""
@@ -236,7 +247,8 @@ def work_through(
         if script_stage.PROGRESS in tell.report.figures or ITEMS_READ in tell.report.figures:  # yields only at its end
             news.go_on(tell.report)
 
-    with closing(Note(folder.on(arguments.stage, arguments.task, part[0] if part else 0), arguments.attempt)) as note:
+    place = place or RankPlace(0, 1)
+    with closing(Note(folder.on(arguments.stage, arguments.task, place.rank), arguments.attempt)) as note:
         tell = TaskContext(
             refuse=news.refuse,
             on=turn_to,
@@ -244,15 +256,18 @@ def work_through(
             mem_bytes=arguments.mem,
             shrink=arguments.shrink,
             careful=arguments.careful,
-            part=part or (0, 1),
-            place=place or RankPlace(0, 1),
+            attempt=arguments.attempt,
+            place=place,
         )
-        outcomes = stage.work(project, folder, arguments.task, tell)
+        outcomes, behind = stage.work(project, folder, arguments.task, tell), note.done_before
         try:
             with closing(outcomes):  # closing it publishes finished work
                 for reason in outcomes:
                     news.add(reason)
                     TaskStopped.came_further = news.done > note.done_before
+                    if 0 < behind < news.done:
+                        behind = 0
+                        news.catch_up()
                     news.go_on(tell.report)
         except script_stage.Ended as ended:
             if ended.code == GO_ON:  # where a script that saves reports no step, a later attempt is progress
@@ -270,54 +285,37 @@ def work_through(
     news.tell(EventKind.TASK_FINISHED if leads else EventKind.PROGRESS, tell.report)
 
 
-def _fan_out(words: Sequence[str], folder: RunFolder, processes: int, ledger: Ledger, facts: dict[str, Any]) -> int:
-    """Start a process for each GPU and wait for all; one that fails does not stop the others."""
-    from pipeline.training.ranks.launch import rank_environments
-
-    command = [*module_command(WORKER, folder), *words]
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for number, environment in enumerate(rank_environments(processes)):
-            started.append(subprocess.Popen([*command, "--part", f"{number}/{processes}"], env=environment))
-        codes = [process.wait() for process in started]
-    except TaskStopped as stopped:
-        for process in started:
-            process.send_signal(stopped.number)
-        codes = [process.wait() for process in started] or [stopped.exit_code]
-    failed = [SIGNALLED - code if code < 0 else code for code in codes if code]
-    if not failed:
-        ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # its processes report their own
-    return failed[0] if failed else 0
-
-
-def _together(
-    words: Sequence[str],
-    folder: RunFolder,
-    processes: int,
-    node: NodePlace,
-    ledger: Ledger | None,
-    facts: dict[str, Any],
+def _start_processes(
+    folder: RunFolder, ledger: Ledger, facts: dict[str, Any], launch: Callable[[], int], node: NodePlace
 ) -> int:
-    """Start the ranks of a task on this node and wait for all; one that dies ends them all."""
-    from pipeline.training.ranks.launch import launch_ranks
+    """Start a process for each GPU of this node and wait for all; of one node, those of a training may start again."""
+    from pipeline.engine.restart import restarts
 
-    code = launch_ranks([*module_command(WORKER, folder), *words], processes, node)
-    if code == 0 and ledger:
-        ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # the first rank reports them
-    return code
+    began = time.monotonic()
+    while code := launch():
+        if node.nodes > 1 or not restarts(folder, ledger, facts, code, time.monotonic() - began, OWN_LOG):
+            return code
+    if node.number == 0:
+        ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # its processes report their own
+    return 0
+
+
+def _say_again(folder: RunFolder, ledger: Ledger, facts: dict[str, Any], code: int, spent_s: float) -> int:
+    """Tell the script of a job of Slurm whether to start the task's processes again."""
+    from pipeline.engine.restart import restarts
+
+    log = folder.logs / f"{os.environ.get('SLURM_ARRAY_JOB_ID')}_{os.environ.get('SLURM_ARRAY_TASK_ID')}.err"
+    if restarts(folder, ledger, facts, code, spent_s, str(log)):
+        print("again")  # noqa: T201 - the script reads it
+    return 0
 
 
 def _place(arguments: argparse.Namespace) -> RankPlace | None:
-    """Return the rank of this process; None where it is to start the ranks."""
+    """Return the place of this process among those of its task; None where it is the only one, or starts the others."""
     if arguments.part:
         return RankPlace.parse(arguments.part, arguments.meeting, NodePlace.of(os.environ).nodes)
-    return RankPlace.by_slurm(os.environ, arguments.attempt)
-
-
-def _part(word: str) -> tuple[int, int]:
-    """Parse number and count of processes, as in `0/2`."""
-    number, _, processes = word.partition("/")
-    return int(number), int(processes)
+    is_together = table.known_stage(arguments.stage).together
+    return RankPlace.by_slurm(os.environ, arguments.attempt) if is_together else None
 
 
 @dataclass(slots=True)

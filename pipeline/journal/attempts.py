@@ -80,6 +80,7 @@ class TaskRecord:
     ask: Ask | None = None  # of the attempt that goes on
     attempt: int = 0
     ended: list[Attempt] = field(default_factory=list)
+    restarts: list[Attempt] = field(default_factory=list)  # starts within an attempt that another one followed
     first: Ask | None = None  # a plan of its own; where it is a part of a split task, what that asked for last
     words: dict[int, Word] = field(default_factory=dict)  # attempt → what its worker said
     then: dict[int, str] = field(default_factory=dict)  # attempt → the decision after it, in words
@@ -89,6 +90,11 @@ class TaskRecord:
     @property
     def last(self) -> Attempt | None:
         return self.ended[-1] if self.ended else None
+
+    @property
+    def history(self) -> list[Attempt]:
+        """Every start that has ended, in order: also those that others followed within their attempts."""
+        return sorted([*self.restarts, *self.ended], key=lambda start: start.number)
 
     @property
     def good(self) -> bool:

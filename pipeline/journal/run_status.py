@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.cluster.job_spec import JobId, Limits, parse_ranges
 from pipeline.cluster.machine import is_alive
-from pipeline.cluster.verdict import Cause, Word, is_interruption
+from pipeline.cluster.verdict import PEER_LOST, Cause, Word, is_interruption
 from pipeline.codec import plain
 from pipeline.journal.attempts import SILENCE, Ask, Attempt, TaskRecord, reported
 from pipeline.journal.ledger import LedgerReader
@@ -185,6 +185,7 @@ class StageStatus:
     submitted: bool = False
     started_at: float = 0.0
     ended_at: float = 0.0
+    lost_s: float = 0.0  # from a process's end until its training had come further
     ooms: TimeSlots = field(default_factory=TimeSlots)  # steps that ran out of memory; of a deep view alone
 
     def task(self, number: int) -> TaskRecord:
@@ -302,6 +303,11 @@ class StageStatus:
         return sorted(failed, key=lambda attempt: (attempt.number, attempt.task))
 
     @property
+    def restarts(self) -> list[Attempt]:
+        """Starts that others followed in their jobs."""
+        return [start for task in self.work.values() for start in task.restarts]
+
+    @property
     def cancelled(self) -> dict[str, str]:
         """The points that were cancelled by hand, and by whom each was."""
         return {self.name_of(number): task.cancelled for number, task in self.work.items() if task.cancelled}
@@ -373,6 +379,7 @@ class StageStatus:
             "measured": self.measured(),
             "task_states": self.task_states(),
             "failures": failures,
+            "restarts": plain(self.restarts),
             "jobs": [job.to_json() for job in self.jobs.values()],
             "left_out": list(self.left_out),
             "asked": plain(list(self.asked.values())),
@@ -549,6 +556,8 @@ class RunStatus:
             stage.task(data["task"]).then[data["attempt"]] = data["why"]
         elif event.kind is EventKind.TASK_CANCELLED:
             stage.task(data["task"]).cancelled = data["why"]
+        elif event.kind is EventKind.CAUGHT_UP:
+            stage.lost_s += data["lost_s"]
         elif event.kind is EventKind.TASK_ENDED:
             _end(stage, reported(Attempt, data))
         elif event.kind is EventKind.STAGE_SUBMITTED:
@@ -655,23 +664,27 @@ def _take_report(stage: StageStatus, event: Event) -> None:
         if data.get("warnings"):
             stage.warned[event.writer] = data["warnings"]
     word = task.words.get(attempt, SILENCE)
-    began = max(word.began, event.at) if event.kind is EventKind.TASK_STARTED else word.began
-    if event.at < word.at:  # files are read one after the other: a newer report was read before
+    if event.kind is EventKind.RESTARTED:
+        task.restarts.append(reported(Attempt, data))
+        stage.lost_s += data["lost_s"]
+    began = max(word.began, event.at) if event.kind in STARTS else word.began
+    is_fault = event.kind is EventKind.TASK_FAILED and event.at >= began and word.exit_code == PEER_LOST
+    if event.at < word.at and not is_fault:  # files are read one after the other: a newer report was read before
         if began > word.began:
             task.say(attempt, began=began)
-    elif event.kind is EventKind.TASK_STARTED:
-        # where the scheduler requeued it, this is a new start
+    elif event.kind in STARTS:
+        # where the scheduler requeued it, or it restarts in its job, this is a new start
         task.words[attempt] = Word(started=True, at=event.at, began=began)
     elif event.kind is EventKind.TASK_FINISHED:
         task.words[attempt] = Word(started=True, finished=True, at=event.at, began=began)
-    elif event.kind is EventKind.TASK_FAILED:
+    elif event.kind is EventKind.TASK_FAILED and not (data["exit_code"] == PEER_LOST and word.exit_code):
         task.say(
             attempt,
             started=True,
             exit_code=data["exit_code"],
             what=data["what"],
             kind=data.get("trouble", ""),
-            at=event.at,
+            at=max(event.at, word.at),
         )
 
 
@@ -679,11 +692,12 @@ def _count(stage: StageStatus, event: Event) -> None:
     """Count the steps of a process that ran out of memory, over time."""
     if event.kind is EventKind.TASK_STARTED:
         stage.ooms.totals[event.writer] = 0
-    elif event.kind is not EventKind.TASK_FAILED:
+    elif event.kind in (EventKind.PROGRESS, EventKind.TASK_FINISHED):
         stage.ooms.count(event.at, event.writer, int(event.data.get("figures", {}).get(OOMS, 0)))
 
 
-WORDS = (EventKind.TASK_STARTED, EventKind.PROGRESS, EventKind.TASK_FINISHED, EventKind.TASK_FAILED)
+STARTS = (EventKind.TASK_STARTED, EventKind.RESTARTED)
+WORDS = (*STARTS, EventKind.PROGRESS, EventKind.TASK_FINISHED, EventKind.TASK_FAILED)
 
 
 class StatusReader:

@@ -13,6 +13,7 @@ from pipeline.cluster.verdict import Cause
 from pipeline.command_line import Command
 from pipeline.journal.run_status import GOING_ON, State
 from pipeline.journal.run_view import NO_SUPERVISOR
+from pipeline.records import FROM_STEP
 from pipeline.report.stage_lines import (
     counted,
     found_damage,
@@ -207,7 +208,7 @@ def notes(stage: StageStatus) -> list[str]:
     """Return what needs attention: survived failures, then warnings."""
     survived = _out_of_memory(stage)
     warnings = [text for text in stage.warnings if not (survived and text.startswith(OUT_OF_MEMORY))]
-    return [f"{stage.name}: {text}" for text in (*survived, *_retries(stage), *warnings)]
+    return [f"{stage.name}: {text}" for text in (*survived, *_restarts(stage), *_retries(stage), *warnings)]
 
 
 def _out_of_memory(stage: StageStatus) -> list[str]:
@@ -220,6 +221,17 @@ def _out_of_memory(stage: StageStatus) -> list[str]:
     cut = f"micro-batch {items} → {-(-items // 2)}" if items > 1 else "one item did not fit"
     count = f" ({times:,} times so far)" if times > 1 else ""
     return [f"out of memory at step {int(last['oom_step']):,}{count}; {cut}, step repeated"]
+
+
+def _restarts(stage: StageStatus) -> list[str]:
+    """Say why a training's processes last started again in their job, from where they went on, and what that cost."""
+    if not stage.restarts:
+        return []
+    last = stage.restarts[-1]
+    began = [figures[FROM_STEP] for figures in stage.figures.values() if FROM_STEP in figures]
+    where = f" from step {int(max(began)):,}" if began else ""
+    cost = f"{plural(len(stage.restarts), 'restart')}, {short_seconds(stage.lost_s)} lost"
+    return [f"{last.reason.partition(chr(10))[0].partition(';')[0]}; continued in the same job{where} ({cost})"]
 
 
 def _retries(stage: StageStatus) -> list[str]:

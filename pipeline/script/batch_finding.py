@@ -17,6 +17,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -141,10 +142,10 @@ def _tried(script: Script, size: int, steps: int, seconds: float, waits: Callabl
         )
         words = process_words(script, values)
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        ends = {"out": out.fileno(), "err": out.fileno()}
         silence.start()
         try:
-            ended = run_script(words, environment=environment, cwd=Path.cwd(), tell=tell, longest_s=seconds, **ends)
+            run = partial(run_script, words, environment=environment, cwd=Path.cwd(), tell=tell, longest_s=seconds)
+            ended = run(out=out.fileno(), err=out.fileno())
         finally:
             silence.cancel()
     if "oom" in ended.trouble:

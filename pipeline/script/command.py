@@ -22,32 +22,21 @@ How it ends, and is asked to end: see `script_process`.
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import re
 import shlex
-import signal
 import socket
-import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.cluster.machine import THREADS
-from pipeline.cluster.verdict import GO_ON
-from pipeline.codec import read_if_whole, write_plain
-from pipeline.errors import ConfigError, JobFailed, PlanInfeasible
-from pipeline.files import read_json, write_whole
-from pipeline.journal.run_folder import writing_run
+from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.memory.hardware.caching_allocator import allocator_settings
-from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
-    from pipeline.records import RankPlace
 
 WHERE = "train.command"
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
@@ -58,7 +47,6 @@ RANK_NAMES = (  # what torchrun sets
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
 )
-MEET_S, LOOK_EVERY_S = 300.0, 0.1  # file systems show new files late
 LOOPBACK = "127.0.0.1"
 
 
@@ -169,14 +157,13 @@ def batches(effective_batch: int, ranks: int, micro_batch: int | str, shrink: in
     """
     share, remainder = divmod(effective_batch, ranks)
     if remainder:
-        near = _around(effective_batch, ranks)
         what = f"{effective_batch} items cannot be divided equally among {ranks} processes"
-        raise ConfigError(what, where="train.effective_batch", remedy=_either("train.effective_batch", near))
+        remedy = f"--set train.effective_batch={(share + 1) * ranks}"
+        raise ConfigError(what, where="train.effective_batch", remedy=remedy)
     items = share if isinstance(micro_batch, str) else micro_batch
     if share % items:
-        near = [divisor for divisor in (_divisor(share, items), _divisor_above(share, items)) if divisor]
         what = f"micro-batches of {items} items never add up to {share}, a process's share of train.effective_batch"
-        raise ConfigError(what, where="train.micro_batch", remedy=_either("train.micro_batch", near))
+        raise ConfigError(what, where="train.micro_batch", remedy=f"--set train.micro_batch={_divisor(share, items)}")
     for _ in range(shrink):
         if items == 1:
             what = "not enough memory for a micro-batch of one item"
@@ -232,114 +219,11 @@ def reserved_port() -> Iterator[int]:
         yield int(held.getsockname()[1])
 
 
-@contextmanager
-def meeting(path: Path, rank: int, nodes: int, timeout_s: float = MEET_S) -> Iterator[tuple[str, int]]:
-    """Agree on rank 0's address and port by a file that it writes, whose name is new for every start of the job."""
-    if rank:
-        yield _read_meeting(path, timeout_s)
-        return
-    with reserved_port() as port:
-        address = LOOPBACK if nodes == 1 else socket.gethostname()
-        write_whole(path, json.dumps([address, port]))
-        try:
-            yield address, port
-        finally:
-            with suppress(OSError):
-                path.unlink()
-
-
-def _read_meeting(path: Path, timeout_s: float) -> tuple[str, int]:
-    """Wait for the address and port that rank 0 writes."""
-    if place := wait_for(lambda: read_json(path), timeout_s, LOOK_EVERY_S):
-        address, port = place
-        return str(address), int(port)
-    what = f"rank 0 did not publish its address within {timeout_s:.0f} s"
-    raise JobFailed(what, where=os.fspath(path), remedy="pipeline logs   (did rank 0 start?)")
-
-
 def _divisor(share: int, most: int) -> int:
     """Return the largest divisor of a share that is at most this."""
     return next((divisor for divisor in range(min(most, share), 0, -1) if share % divisor == 0), 1)
 
 
-def _divisor_above(share: int, least: int) -> int | None:
-    """Return the smallest divisor of a share that is at least this."""
-    return next((divisor for divisor in range(least, share + 1) if share % divisor == 0), None)
-
-
-def _around(number: int, step: int) -> list[int]:
-    """Return the multiples of a step just below and above a number."""
-    below = number // step * step
-    return [multiple for multiple in (below, below + step) if multiple]
-
-
-def _either(key: str, values: list[int]) -> str:
-    """Return the options that set one of these values, for a remedy."""
-    return "   or   ".join(f"--set {key}={value}" for value in values)
-
-
 def _refused(what: str, remedy: str = "") -> ConfigError:
     hint = remedy or "python scripts/train.py --batch_size {micro_batch} --accumulate {accumulation}"
     return ConfigError(what, where=WHERE, remedy=hint)
-
-
-PEERS_S, LOOK_EVERY_S = 3.0, 0.2  # for the report of another process, whose end may be why this one failed
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """How one process of a script ended."""
-
-    code: int
-    told: bool  # by a signal to end
-    what: str
-    trouble: str
-    at: float
-
-    @property
-    def failed(self) -> bool:
-        """Whether it failed, and not because it was asked to end."""
-        return self.code not in (0, GO_ON) and (not self.told or bool(self.trouble))
-
-
-class Peers:
-    """The processes of a script on all nodes, which share by a file each how they ended."""
-
-    def __init__(self, folder: Path, name: str, place: RankPlace) -> None:
-        self._folder, self._name, self.place = folder, name, place
-
-    def say(self, end: End) -> None:
-        """Record how this process ended."""
-        path = self._path(self.place.rank)
-        with writing_run(path):
-            write_plain(path, end)
-
-    def ends(self) -> dict[int, End]:
-        """Return how each process ended, by rank, of those that have."""
-        ends = {}
-        os.listdir(self._folder)  # noqa: PTH208 - NFS caches that a name is missing, but not a listing
-        for rank in range(self.place.world):
-            if end := read_if_whole(self._path(rank), End):
-                ends[rank] = end
-        return ends
-
-    def await_ends(self, ending: Callable[[], int], *, well: bool) -> dict[int, End]:
-        """Wait until all have ended or the reason of a failure is known; after a failure for seconds only."""
-        until = math.inf if well else time.monotonic() + PEERS_S
-        while True:
-            ends = self.ends()
-            is_clear = any(end.failed and end.trouble for end in ends.values())
-            if is_clear or len(ends) == self.place.world or time.monotonic() > until or ending() == signal.SIGTERM:
-                return ends
-            if until == math.inf and any(end.failed for end in ends.values()):
-                until = time.monotonic() + PEERS_S
-            time.sleep(LOOK_EVERY_S)
-
-    def _path(self, rank: int) -> Path:
-        return self._folder / f"{self._name}.{rank}.end"
-
-
-def culprit(ends: Mapping[int, End]) -> int | None:
-    """Return the rank that made the others fail: one that ran out of memory or disk, else the first to fail."""
-    failed = [rank for rank, end in ends.items() if end.failed]
-    return min(failed, key=lambda rank: (not ends[rank].trouble, ends[rank].at, rank), default=None)

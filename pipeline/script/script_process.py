@@ -62,6 +62,7 @@ LINE_MOST, LINES_MOST = 2000, 300  # of its output that is kept
 PARTIAL_MOST = 1 << 16  # of a line that does not end
 LOOK_EVERY_S, MEASURE_EVERY_S = 0.1, 1.0
 LINGER_S = 30.0  # for processes that are still saving after a script was asked to end; as long as Slurm gives
+DEAF_S = 10.0  # after a SIGTERM that comes because it is late, or another process failed
 KILLED_CODE = SIGNALLED + signal.SIGKILL
 OURS = REFUSALS.keys() - {ConfigError.exit_code}  # which is anybody's for a wrong command line
 KIB = 1024  # the unit of getrusage
@@ -129,14 +130,15 @@ def run_script(
     tell: Tell = lambda _figures: None,
     mem_bytes: int = 0,
     longest_s: float = math.inf,
+    is_lost: Callable[[], bool] = lambda: False,
 ) -> ScriptOutcome:
     """Run a script to its end; its output goes to `out` and `err` as it comes. To be called in the main thread.
 
-    `mem_bytes` is the memory of the task, which shows whether a kill was for memory. After `longest_s` the
-    script gets a SIGTERM.
+    `mem_bytes` is the memory of the task, which shows whether a kill was for memory. After `longest_s`, or once it
+    `is_lost`, the script gets a SIGTERM.
     """
     with _signals() as arrived, closing(_Process(words, environment, cwd, (out, err), tell)) as process:
-        process.follow(arrived, time.monotonic() + longest_s)
+        process.follow(arrived, time.monotonic() + longest_s, is_lost)
         return process.outcome(mem_bytes)
 
 
@@ -204,6 +206,7 @@ class _Process:
         self._lines: deque[str] = deque(maxlen=LINES_MOST)
         self._figures: dict[str, float] = {}
         self._told: int | None = None
+        self._kill_at = math.inf
         self._peak_bytes, self._measure_at = 0, 0.0
         self._oom_kills = count_oom_kills()
         self._process = _start(words, environment, cwd)
@@ -213,16 +216,19 @@ class _Process:
         stdout, stderr = self._process.stdout.fileno(), self._process.stderr.fileno()
         self._outputs = [_Output(stdout, onward[0], self._take_out), _Output(stderr, onward[1], self._take)]
 
-    def follow(self, arrived: int, ends_at: float) -> None:
-        """Pass on output and signals until the script and its descendants have ended; tell it to end at a time."""
+    def follow(self, arrived: int, ends_at: float, is_lost: Callable[[], bool]) -> None:
+        """Pass on output and signals until the script and its descendants have ended; ask it to end in time."""
         with selectors.DefaultSelector() as selector:
             selector.register(arrived, selectors.EVENT_READ)
             for output in self._outputs:
                 selector.register(output.pipe, selectors.EVENT_READ, output)
             while not self._has_exited():
-                if time.monotonic() >= ends_at:
+                now = time.monotonic()
+                if self._kill_at == math.inf and (now >= ends_at or is_lost()):
                     os.kill(os.getpid(), signal.SIGTERM)  # it arrives as from a scheduler
-                    ends_at = math.inf
+                    self._kill_at = now + DEAF_S
+                if now >= self._kill_at:
+                    send(signal.SIGKILL, self._pids())
                 for key, _ in selector.select(LOOK_EVERY_S):
                     if key.data is None:
                         self._pass_signals(arrived)

@@ -314,7 +314,7 @@ class EmbedStage(Stage):
         rows_N2 = np.fromfile(folder.order(self.name), np.uint64, 2 * shard.items, offset=16 * shard.start).reshape(
             -1, 2
         )
-        encoding, (number, processes) = project.encoding, tell.part
+        encoding, number, processes = project.encoding, tell.place.rank, tell.place.world
         if processes > 1:
             lengths_N = rows_N2[:, 1].astype(np.int64)
             costs_N = recipe_costs(lengths_N, encoding.recipe, encoding.weights.dim)

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from pipeline.dataset.worklist import StageSurvey
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.stages.script import Outline
     from pipeline.stages.stage import Stage
 
 
@@ -279,7 +278,7 @@ def on_cards(project: Project, stage: Stage, executor: Executor, folder: RunFold
     return asking(first_to_start(requests, start_of, time.time()))
 
 
-def script_outline(project: Project, stage: Stage, executor: Executor) -> Outline:
+def script_outline(project: Project, stage: Stage, executor: Executor) -> dict[str, Any]:
     """Return what is known of a script before it has run, with the resources of its first attempt."""
     first, limits = first_job(project, stage, executor), limits_of(project.config, stage, executor)
     return script_stage.outline(project, first.ask.mem_bytes, first.why, limits.mem_bytes)

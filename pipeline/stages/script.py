@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import os
 import resource
-import secrets
 import shlex
 import signal
-import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,19 +29,17 @@ from pipeline.planning.prepare import training_name
 from pipeline.project.project import asked_bytes
 from pipeline.records import RankPlace
 from pipeline.script.command import (
-    End,
-    Peers,
     Script,
     Values,
     batches,
-    culprit,
-    meeting,
     parse_command,
     process_words,
     refuse_blind,
     refuse_other_batch,
+    reserved_port,
     script_environment,
 )
+from pipeline.script.peers import Peers
 from pipeline.script.script_process import STEP, run_script
 from pipeline.stage_names import StageName
 from pipeline.stages.stage import Stage
@@ -112,15 +108,14 @@ class ScriptStage(Stage):
         config, place = project.config, tell.place
         script = script_of(config)
         micro, accumulation = batches_of(config, tell.shrink)
-        name = f"script-{place.meeting or secrets.token_hex(8)}"
         with writing_run(folder.meetings):
             folder.meetings.mkdir(exist_ok=True)
-        with meeting(folder.meetings / name, place.rank, place.nodes) as master:
+        with reserved_port() as port, Peers(place, folder.meetings, port) as peers:
             values = replace(
                 values_of(config, place, micro, accumulation, folder),
-                attempt=newest_attempt(folder),
-                master_address=master[0],
-                master_port=master[1],
+                attempt=tell.attempt,
+                master_address=peers.address,
+                master_port=peers.port,
             )
             with writing_run(values.output, "train.models"):
                 values.output.mkdir(parents=True, exist_ok=True)
@@ -128,9 +123,9 @@ class ScriptStage(Stage):
                 tell.report.ended_by = number
                 return
             before = newest_change(values.output)
-            outcome = _run(project, script, values, tell)
+            outcome = _run(project, script, values, tell, peers.has_lost)
             saved = newest_change(values.output) != before
-            _settle(outcome, Peers(folder.meetings, name, place), tell.ending, saved=saved)
+            _settle(outcome, peers, tell.ending, saved=saved)
         yield None
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Scripted:  # noqa: ARG002
@@ -219,6 +214,7 @@ class Ended(Exception):
         self.code, self.what, self.trouble = code, what, trouble
         self.step = step  # the last step that it reported; 0: none
         self.further = further  # than it began, as far as can be seen
+        self.for_others = ""  # why it failed by itself, which ends the other processes
         self.quiet = quiet  # another process was the reason, and reports it
 
     @classmethod
@@ -229,10 +225,15 @@ class Ended(Exception):
             what += "; it was not asked to stop, saved nothing in {output} and reported no step"
         if not (outcome.reason or outcome.goes_on) and len(outcome.last_lines) > 1:
             what += "".join(f"\n    | {line[:LINE_MOST]}" for line in outcome.last_lines[-LINES_SHOWN:])
-        return cls(outcome.code, what, outcome.trouble, step=outcome.step, further=further)
+        ended = cls(outcome.code, what, outcome.trouble, step=outcome.step, further=further)
+        is_asked = outcome.told is not None and not outcome.trouble
+        ended.for_others = "" if is_asked or outcome.goes_on or outcome.finished else outcome.what
+        return ended
 
 
-def _run(project: Project, script: Script, values: Values, tell: TaskContext) -> ScriptOutcome:
+def _run(
+    project: Project, script: Script, values: Values, tell: TaskContext, is_lost: Callable[[], bool]
+) -> ScriptOutcome:
     """Run the script; its figures go to the ledger."""
     train, resources = project.config.train, project.config.cluster.train
 
@@ -247,17 +248,12 @@ def _run(project: Project, script: Script, values: Values, tell: TaskContext) ->
         cwd=project.beside or Path.cwd(),
         tell=hear,
         mem_bytes=tell.mem_bytes,
+        is_lost=is_lost,
     )
     # Memory is asked for by node: its other processes are assumed to take as much.
     own_bytes = peak_of(resource.getrusage(resource.RUSAGE_SELF))
     tell.report.figures["host_peak_bytes"] = (outcome.peak_rss_bytes + own_bytes) * starts_on_node(project.config)
     return outcome
-
-
-def newest_attempt(folder: RunFolder) -> int:
-    """Return the number of the newest attempt that was submitted."""
-    stage = stage_of(folder)
-    return max((job.attempt for job in (*stage.jobs.values(), *stage.intents.values())), default=1)
 
 
 def stage_of(folder: RunFolder) -> StageStatus:
@@ -277,18 +273,15 @@ def newest_change(folder: Path) -> int:
 def _settle(outcome: ScriptOutcome, peers: Peers, ending: Callable[[], int], *, saved: bool) -> None:
     """Return when all processes are done; raise Ended if this one or another is not."""
     own = Ended.of(outcome, saved=saved)
-    if peers.place.world > 1:
-        end = End(own.code, outcome.told is not None, own.what, own.trouble, time.time())
-        peers.say(end)
-        ends = peers.await_ends(ending, well=outcome.finished)
-        first = culprit(ends)
-        if first not in (None, peers.place.rank):
-            raise Ended(LOST, f"process {first} of {peers.place.world}: {ends[first].what}", quiet=True)
-        if outcome.finished and len(ends) < peers.place.world:
-            raise Ended(SIGNALLED + signal.SIGTERM, "asked to stop while others continue", step=own.step, quiet=True)
-        if outcome.finished and any(end.code for end in ends.values()):
-            further = own.further or any(end.told for end in ends.values())
-            raise Ended(GO_ON, "other processes of the script are still working", step=own.step, further=further)
+    if own.for_others and not own.trouble:
+        peers.explain()
+    is_done = outcome.finished and (peers.place.world == 1 or peers.are_all_done(ending))
+    if peers.has_lost() and not own.trouble:
+        raise Ended(LOST, "another process of the script failed", quiet=True)
+    if outcome.finished and ending() == signal.SIGTERM:
+        raise Ended(SIGNALLED + signal.SIGTERM, "asked to stop while others continue", step=own.step, quiet=True)
+    if outcome.finished and not is_done:
+        raise Ended(GO_ON, "other processes of the script are still working", step=own.step, further=True)
     if not outcome.finished:
         raise own
 
@@ -303,60 +296,46 @@ class Scripted(Trained):
     figures: dict[str, float] = field(default_factory=dict)  # its last ones
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """The plan of a script, as far as it is known before it has run."""
+def outline(project: Project, mem_bytes: int, mem_why: str, most_bytes: int | None = None) -> dict[str, Any]:
+    """Return the plan of the script as JSON data, as far as it is known before it has run.
 
-    words: tuple[str, ...]  # of the first process
-    processes: int
-    effective_batch: int
-    micro_batch: int
-    accumulation: int
-    smaller: tuple[int, ...]  # micro-batches of the attempts after GPU memory ran out
-    why_none: str  # why there are none
-    mem_bytes: int
-    mem_why: str
-    most_bytes: int | None  # that a node gives
-    output: str
-
-    def to_json(self) -> dict[str, Any]:
-        return {"stage": StageName.TRAIN, "script": True, **asdict(self)}
-
-    def lines(self) -> list[str]:
-        """Return it as lines of text."""
-        of = "1 process" if self.processes == 1 else f"each of {self.processes} processes"
-        batch = f"micro-batches of {self.micro_batch}, {self.accumulation} a step, in {of}"
-        smaller = f"micro-batches of {', then '.join(map(str, self.smaller))}" if self.smaller else self.why_none
-        most = f", up to {_mib(self.most_bytes)}" if self.most_bytes else ""
-        return [
-            "train: a script (not traced); it runs whenever submitted, and exit code 0 means success",
-            f"  runs: {shlex.join(self.words)}",
-            f"  first: {batch} (effective batch {self.effective_batch}); {_mib(self.mem_bytes)} of memory",
-            f"  memory: {self.mem_why}",
-            f"  on GPU out of memory: {smaller}",
-            f"  on host out of memory: twice the memory{most}, then smaller micro-batches",
-            f"  output: {self.output}",
-        ]
-
-
-def outline(project: Project, mem_bytes: int, mem_why: str, most_bytes: int | None = None) -> Outline:
-    """Return the plan of the script, with the memory of its first attempt and the reason for that."""
+    Of its first attempt there is the memory, with the reason for that, of a node the most that it gives.
+    """
     config = project.config
-    smaller, why_none = _smaller(config)
+    smaller, why_none = _smaller(config)  # micro-batches of the attempts after GPU memory ran out; why there are none
     micro, accumulation = batches_of(config, 0)
-    return Outline(
-        words=tuple(first_words(project)),
-        processes=config.cluster.train.world,
-        effective_batch=config.train.effective_batch,
-        micro_batch=micro,
-        accumulation=accumulation,
-        smaller=smaller,
-        why_none=why_none,
-        mem_bytes=mem_bytes,
-        mem_why=mem_why,
-        most_bytes=most_bytes,
-        output=str(output_of(config)),
-    )
+    return {
+        "stage": StageName.TRAIN,
+        "script": True,
+        "words": first_words(project),
+        "processes": config.cluster.train.world,
+        "effective_batch": config.train.effective_batch,
+        "micro_batch": micro,
+        "accumulation": accumulation,
+        "smaller": smaller,
+        "why_none": why_none,
+        "mem_bytes": mem_bytes,
+        "mem_why": mem_why,
+        "most_bytes": most_bytes,
+        "output": str(output_of(config)),
+    }
+
+
+def outline_lines(plan: Mapping[str, Any]) -> list[str]:
+    """Return the plan of a script as lines of text."""
+    of = "1 process" if plan["processes"] == 1 else f"each of {plan['processes']} processes"
+    batch = f"micro-batches of {plan['micro_batch']}, {plan['accumulation']} a step, in {of}"
+    smaller = f"micro-batches of {', then '.join(map(str, plan['smaller']))}" if plan["smaller"] else plan["why_none"]
+    most = f", up to {_mib(plan['most_bytes'])}" if plan["most_bytes"] else ""
+    return [
+        "train: a script (not traced); it runs whenever submitted, and exit code 0 means success",
+        f"  runs: {shlex.join(plan['words'])}",
+        f"  first: {batch} (effective batch {plan['effective_batch']}); {_mib(plan['mem_bytes'])} of memory",
+        f"  memory: {plan['mem_why']}",
+        f"  on GPU out of memory: {smaller}",
+        f"  on host out of memory: twice the memory{most}, then smaller micro-batches",
+        f"  output: {plan['output']}",
+    ]
 
 
 def _smaller(config: Config) -> tuple[tuple[int, ...], str]:

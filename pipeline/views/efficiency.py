@@ -159,7 +159,7 @@ def used(stage: StageStatus, config: Config, mem: Suggestion | None) -> StageUse
         planned_bytes=(first.planned_bytes or None) if first else None,
         why=first.why if first else "",
         suggested=tuple(_suggestions(stage.name, config, ran, mem)),
-        advice=tuple(_advice(stage.name, config, ran)),
+        advice=(*_advice(stage.name, config, ran), *_lost(stage)),
     )
 
 
@@ -182,6 +182,12 @@ def _advice(name: str, config: Config, ran: Ran) -> Iterator[str]:
     if peak and total and (slice_bytes := _slice_for(peak, total)):
         cut, whole = round(slice_bytes / GIB), round(total / GIB)
         yield f"the GPU peak of {format_bytes(peak)} would fit a {cut} GB slice of its {whole} GB"
+
+
+def _lost(stage: StageStatus) -> list[str]:
+    """Say what starting again has cost."""
+    said = f"{short_seconds(stage.lost_s)} lost to restarts ({len(stage.restarts)} of them in the same job)"
+    return [said] if stage.lost_s else []
 
 
 def _slice_for(peak_bytes: int, total_bytes: int) -> int | None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.cluster.job_spec import TaskState, TaskStatus
 from pipeline.cluster.local import LocalExecutor
-from pipeline.cluster.verdict import GO_ON, PEER_LOST, Cause, TaskVerdict, Word, judge_attempt
+from pipeline.cluster.verdict import GO_ON, PEER_LOST, RESTARTS, Cause, TaskVerdict, Word, judge_attempt
 from tests.cluster.programs import EATS, MIB, finish, python
 
 SILENT = Word()
@@ -228,6 +228,13 @@ class TestRanks:
                 assert (found.cause, found.node) == (cause, "n2"), (how, said, word)
                 assert "rank 5 on n2" in found.reason
                 assert word_of_it in found.reason
+
+    def test_that_hung_crash_and_what_the_log_says_above_a_restart_is_over(self) -> None:
+        word = Word(started=True, exit_code=PEER_LOST, what="rank 1 made no progress")
+        hung = "srun: error: n2: task 1: Exited with exit code 77\n"
+        assert judge_attempt(ended(TaskState.FAILED, 77), word, hung).cause is Cause.CRASHED
+        log = f"srun: error: n1: task 3: Killed\n{RESTARTS}rank 3 on n1\n{hung}"
+        assert judge_attempt(ended(TaskState.FAILED, 77), word, log).node == "n2"
 
     def test_that_near_their_limit_lost_one_lost_it_to_memory(self) -> None:
         log = "srun: error: n2: task 1: Killed\nsrun: error: n2: task 0: Exited with exit code 76\n"

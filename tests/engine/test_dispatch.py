@@ -23,7 +23,7 @@ from pipeline.journal.attempts import Ask, Attempt
 from pipeline.journal.ledger import Ledger, read_notes
 from pipeline.journal.run_status import StageJob
 from pipeline.project.project import Project, open_executor
-from pipeline.records import EventKind
+from pipeline.records import EventKind, RankPlace
 from pipeline.stages import table
 from pipeline.training.ranks import RankLost
 from tests.journal.ledgers import Told
@@ -143,7 +143,7 @@ def test_of_ranks_only_that_which_died_is_said_to_have_been_on_anything(config_o
         stage = cast("Any", SimpleNamespace(work=outcomes))
         arguments = Namespace(stage="train", task=0, attempt=1, mem=0, shrink=0, careful=False)
         with closing(Ledger(told.folder, f"train-000000-{rank}")) as ledger, pytest.raises(type(end)):
-            worker.work_through(stage, project, told.folder, arguments, (rank, 3), worker.News(ledger, {}))
+            worker.work_through(stage, project, told.folder, arguments, RankPlace(rank, 3), worker.News(ledger, {}))
 
     work(0, RankLost("rank 1 died without a word"))
     work(1, Ended())

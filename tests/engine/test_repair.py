@@ -24,6 +24,7 @@ from pipeline.engine.repair import (
     bad_nodes,
     decide,
     progressed,
+    restarts_in_job,
     stuck,
 )
 from pipeline.journal.attempts import Ask, Attempt, TaskRecord
@@ -168,6 +169,20 @@ def test_a_six_day_task_under_a_day_s_limit_is_not_failing():
 def test_what_was_not_the_tasks_fault_is_tried_again_but_not_for_ever(cause):
     assert kind([died(cause)] * 3) is GiveUp
     again([died(cause, done=done) for done in range(1, 30)])
+
+
+@pytest.mark.parametrize(
+    ("ends", "goes_on"),
+    [
+        ([(Cause.CRASHED, 5)], True),
+        ([(Cause.CRASHED, 5), (Cause.CRASHED, 6)], True),
+        ([(Cause.CRASHED, 5), (Cause.CRASHED, 5)], False),
+        ([(Cause.CRASHED, 0)], False),
+        *(([(cause, 5)], False) for cause in ENDINGS if cause is not Cause.CRASHED),
+    ],
+)
+def test_a_training_restarts_in_its_job_where_it_came_further_and_only_crashed(ends, goes_on):
+    assert restarts_in_job([died(cause, done=done) for cause, done in ends]) is goes_on
 
 
 def test_the_culprit_of_a_crash_is_left_out():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pipeline.cluster.job_spec import Limits
-from pipeline.cluster.verdict import GO_ON, Cause, Word
+from pipeline.cluster.verdict import GO_ON, PEER_LOST, Cause, Word
 from pipeline.codec import plain
 from pipeline.journal.attempts import Ask, Attempt, TaskRecord, reported
 from pipeline.journal.run_status import (
@@ -186,6 +186,19 @@ class TestStage:
         assert run.stages["embed"].task_states() == {"stalled": 1}
         stopped = event(EventKind.RUN_ENDED, 5.0, state="stopped", error="", exit_code=130)
         assert stage_of(*events, started, stopped).task_states() == {"stopped": 1}, "its jobs ended with the run"
+
+    def test_of_several_processes_a_fault_counts_before_the_loss_of_a_peer_and_a_restart_forgets_both(self) -> None:
+        events = [begun(1), job_event(EventKind.JOB_SUBMITTED, replace(JOB, tasks="0"))]
+        started = said(EventKind.TASK_STARTED, 3.0, attempt=1)
+        fault = said(EventKind.TASK_FAILED, 4.0, attempt=1, exit_code=1, what="ValueError", trouble="")
+        lost = said(EventKind.TASK_FAILED, 5.0, attempt=1, exit_code=PEER_LOST, what="rank 1 is lost", trouble="")
+        for told in ((started, fault, lost), (started, lost, fault)):
+            assert stage_of(*events, *told).task(0).word.what == "ValueError"
+        death = {**ended(0, Cause.CRASHED).data, "attempt": 1, "lost_s": 7.0, "done": 3}
+        restarted = event(EventKind.RESTARTED, 6.0, **death)
+        stage = stage_of(*events, started, lost, restarted, said(EventKind.CAUGHT_UP, 9.0, lost_s=2.0))
+        assert (stage.task_states(), stage.lost_s) == ({"running": 1}, 9.0)
+        assert [start.done for start in stage.task(0).history] == [3]
 
     def test_as_json_it_says_all_but_what_is_internal(self) -> None:
         told = stage_of(

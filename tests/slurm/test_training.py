@@ -19,10 +19,10 @@ import pytest
 
 from tests.slurm.test_by_hand import ROOT
 from tests.testkit.cluster import Cluster
-from tests.testkit.slurm_runs import Project, Run, at_night, make_project, until
+from tests.testkit.slurm_runs import SOON_S, Project, Run, at_night, make_project, until
 from tests.testkit.trained import weights
 
-pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.timeout(3000)]
 
 NODES, STEPS, EPOCHS = 2, 60, 20
 EATEN_BYTES = 1100 << 20
@@ -37,7 +37,10 @@ import time
 from pipeline.tasks.interface import Interface
 
 ACT, PLACE = os.environ.get("{ACT}", ""), os.environ.get("{PLACE}", "")
-IS_FIRST = not os.environ.get("SLURM_RESTART_COUNT") and "2" != dict(zip(sys.argv, sys.argv[1:])).get("--attempt")
+IS_RANK = any("pipeline.engine.worker" in word for word in sys.orig_argv)  # else it plans
+IS_SECOND = bool(os.environ.get("SLURM_RESTART_COUNT")) or "2" == dict(zip(sys.argv, sys.argv[1:])).get("--attempt")
+IS_FIRST = IS_RANK and not IS_SECOND
+IS_AGAIN = os.environ.get("SLURM_STEP_ID", "0") != "0"
 calls = 0
 
 
@@ -55,10 +58,12 @@ class Held(Interface):
         calls += model.training
         if IS_FIRST and ACT == "slow":
             time.sleep(1.5)
-        elif ACT == "eats" and calls == 20:
+        elif IS_RANK and ACT == "eats" and calls == 20:
             os.urandom({EATEN_BYTES})
-        elif IS_FIRST and ACT.isdecimal() and calls == int(ACT):
+        elif IS_FIRST and not IS_AGAIN and ACT.isdecimal() and calls == int(ACT):
             hold()
+        elif IS_FIRST and ACT == "dies" and calls == (6 if IS_AGAIN else 20) and os.environ["SLURM_PROCID"] == "1":
+            os.kill(os.getpid(), 9)  # both times in step 20
         return super().loss(model, batch)
 '''
 SETTINGS: dict[str, Any] = {
@@ -107,7 +112,7 @@ def lets_go(run: Run) -> None:
 def held(run: Run) -> list[int]:
     """Wait until every rank is held, and return their processes."""
     places = [run.project.folder / "place" / f"rank-{rank}" for rank in range(NODES)]
-    until("all ranks to be held", lambda: all(one.exists() and one.read_text() for one in places), 120, run.story)
+    until("all ranks to be held", lambda: all(one.exists() and one.read_text() for one in places), SOON_S, run.story)
     return [int(one.read_text()) for one in places]
 
 
@@ -169,18 +174,57 @@ def killed(peace: dict[str, bytes], project: Project) -> Run:
     return run
 
 
-def test_a_rank_that_is_killed_changes_no_bit(killed: Run, peace: dict[str, bytes]) -> None:
-    assert failures(killed) == ["crashed"]
+def went_on_in_its_job(run: Run) -> dict[str, Any]:
+    """Return why the ranks of a training started again, once, in the only job that was submitted."""
+    stage = run.stage("train")
+    assert (failures(run), len(stage["jobs"]), stage["items_done"]) == ([], 1, STEPS)
+    assert steps_of(run) == [*range(1, STEPS + 1)]
+    (restart,) = stage["restarts"]
+    return dict(restart)
+
+
+def until_next_step(run: Run, after: float) -> float:
+    """Return how many seconds after a moment the next step was made."""
+    events = [json.loads(line) for line in (run.folder.events / "train-000000-0.jsonl").read_text().splitlines()]
+    return min(event["at"] for event in events if event["kind"] == "progress" and event["at"] > after + 1) - after
+
+
+def test_a_rank_that_is_killed_costs_a_restart_in_the_same_job_and_changes_no_bit(
+    killed: Run, peace: dict[str, bytes]
+) -> None:
+    restart = went_on_in_its_job(killed)
+    assert (restart["cause"], 14 <= restart["done"] < 20) == ("crashed", True)
+    assert re.search(r"rank 1 on \S*n\d: .*SIGKILL", restart["reason"]), restart["reason"]
     assert weights(model(killed), STEPS) == peace
-    assert steps_of(killed) == [*range(1, STEPS + 1)]
-    assert killed.stage("train")["items_done"] == STEPS
+    assert "rank 1 on" in killed.project.types("status", killed.name).said
+    print(f"restarted in its job: next step after {until_next_step(killed, restart['ended_at']):.1f} s")  # noqa: T201 - a figure of the docs
 
 
 @pytest.mark.nightly
-def test_the_rank_that_died_is_named(killed: Run) -> None:
-    (failure,) = killed.stage("train")["failures"]
-    assert re.search(r"rank 1 on \S*n\d: .*SIGKILL", failure["reason"]), failure["reason"]
-    assert "rank 1 on" in killed.project.types("status", killed.name).said
+def test_a_rank_that_is_stopped_costs_a_restart_in_the_same_job(project: Project, peace: dict[str, bytes]) -> None:
+    run = trains(project, "stopped", "20", train__hang="15s")
+    _, second = held(run)
+    os.kill(second, signal.SIGSTOP)
+    lets_go(run)
+    run.ends()
+    assert went_on_in_its_job(run)["cause"] == "crashed"
+    assert weights(model(run), STEPS) == peace
+
+
+@pytest.mark.nightly
+def test_a_rank_that_dies_twice_at_a_step_gets_a_new_job(project: Project, peace: dict[str, bytes]) -> None:
+    run = trains(project, "dies", "dies")
+    run.ends()
+    stage = run.stage("train")
+    (restart,), (failure,) = stage["restarts"], stage["failures"]
+    assert (restart["done"], len(stage["jobs"])) == (failure["done"], 2)
+    assert weights(model(run), STEPS) == peace
+    print(f"restarted in its job: next step after {until_next_step(run, restart['ended_at']):.1f} s")  # noqa: T201 - a figure of the docs
+    print(f"in a new job: next step after {until_next_step(run, failure['ended_at']):.1f} s")  # noqa: T201 - a figure of the docs
+
+
+@pytest.mark.nightly
+def test_the_rank_that_died_has_its_lines_in_the_log(killed: Run) -> None:
     assert "task 1: Killed" in killed.project.types("logs", killed.name).said
 
 

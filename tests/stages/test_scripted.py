@@ -17,7 +17,6 @@ from pipeline.cluster.machine import Machine
 from pipeline.config.load import read_config
 from pipeline.journal.run_folder import runs_in
 from pipeline.project.project import Project
-from pipeline.script.command import End, culprit
 from pipeline.stages import script as script_stage
 from pipeline.stages.jobs import first_job
 from pipeline.stages.script import outline
@@ -159,6 +158,21 @@ class TestSeveralProcesses:
         "env.get('LOCAL_RANK', '-'), env['CUDA_VISIBLE_DEVICES'], env.get('MASTER_PORT', '-')]))\n"
     )
 
+    STEPS = (
+        "import os, signal, sys, time\nfrom pathlib import Path\n"
+        "out, deaths, first = Path(sys.argv[1]), int(sys.argv[2]), os.environ['RANK'] == '0'\n"
+        "at, died = out / 'at', Path('died')\n"
+        "step = int(at.read_text()) if at.exists() else 0\n"
+        "while step < 4:\n    step += 1\n    until = time.monotonic() + 60\n"
+        "    if step == 3 and not first and (len(died.read_text()) if died.exists() else 0) < deaths:\n"
+        "        died.open('a').write('x')\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    here, other = (out / f'{rank}-{step}-{os.environ[\"MASTER_PORT\"]}' for rank in (first, not first))\n"
+        "    here.touch()\n"
+        "    while not other.exists() and time.monotonic() < until: time.sleep(0.01)\n"
+        "    if first:\n        Path('made').open('a').write(f'{step} ')\n        at.write_text(str(step))\n"
+        "    print('pipeline: {\"step\": %d}' % step, flush=True)\n"
+    )
+
     @pytest.mark.nightly
     def test_each_see_all_gpus_and_are_told_their_place_as_by_torchrun(self, pipeline, tmp_path):
         configure(tmp_path, write(tmp_path, self.WHO), gpus=2, slots={"gpus": 2})
@@ -189,17 +203,19 @@ class TestSeveralProcesses:
         assert done.code == 7, done.out
         assert "too late" in done.err
 
-    def test_blame_the_one_that_failed_first_unless_another_s_memory_ended(self):
-        lost, memory, fine = (
-            End(1, False, "lost", "", 1.0),
-            End(1, False, "oom", "gpu_oom", 2.0),
-            End(0, False, "", "", 0),
-        )
-        ended = End(143, True, "told to end", "", 0.5)
-        assert culprit({0: lost, 1: memory, 2: fine}) == 1
-        assert culprit({0: lost, 1: End(1, False, "also", "", 0.9)}) == 1
-        assert culprit({0: ended, 1: lost}) == 1
-        assert culprit({0: ended, 1: fine, 2: End(75, True, "", "", 0.1)}) is None
+    @pytest.mark.parametrize(("deaths", "causes"), [(1, []), (2, ["crashed"])])
+    def test_start_again_in_their_job_where_one_dies_but_not_twice_at_the_same_step(
+        self, pipeline, tmp_path, deaths, causes
+    ):
+        configure(tmp_path, write(tmp_path, self.STEPS) + f" {{output}} {deaths}", ranks=2)
+        done = pipeline(*SUBMIT)
+        assert done.code == 0, done.err
+        train = told(pipeline)
+        assert [one["cause"] for one in train["failures"]] == causes
+        (restart,) = train["restarts"]
+        assert (restart["cause"], restart["number"], len(train["jobs"])) == ("crashed", 1, 1 + len(causes))
+        assert (tmp_path / "made").read_text().split() == ["1", "2", "3", "4"], "none was made twice"
+        assert "continued in the same job" in pipeline("status").out
 
 
 class TestBeforeARun:
@@ -228,8 +244,8 @@ class TestBeforeARun:
     def test_is_outlined_with_every_rung_of_the_ladder(self, tmp_path):
         configure(tmp_path, f"python own.py {BATCH}", {"effective_batch": 12})
         found = outline(project_of(tmp_path), 8 * GIB, script_stage.STATED, 64 * GIB)
-        assert (found.micro_batch, found.accumulation, found.smaller) == (12, 1, (6, 3, 1))
-        assert json.loads(json.dumps(found.to_json()))["words"][0] == "python"
+        assert (found["micro_batch"], found["accumulation"], found["smaller"]) == (12, 1, (6, 3, 1))
+        assert json.loads(json.dumps(found))["words"][0] == "python"
 
 
 class TestMemory:

@@ -20,7 +20,7 @@ from pipeline.keys import content_digest
 from pipeline.memory.runtime.meters import HostMeter, Maintenance, MaintenanceSettings, meter_of
 from pipeline.memory.runtime.recovery import Governor
 from pipeline.protocol import Weights
-from pipeline.records import Reason, TaskContext
+from pipeline.records import FROM_STEP, Reason, TaskContext
 from pipeline.training.checkpoints.checkpoint import CheckpointFolder, latest_checkpoint
 from pipeline.training.checkpoints.keeper import Keeper, model_key
 from pipeline.training.checkpoints.trained_weights import load_pretrained
@@ -167,12 +167,11 @@ def pinned(value: Any) -> Any:
 def train(job: Job, before: int = 0) -> Generator[Reason | None, None, None]:
     """Train to the end, or until a signal; the first rank yields once for every step after the first `before`."""
     trainer = trainer_of(job)
-    start = None
     try:
         for done in trainer.run():
             if job.claim is not None and job.claim.is_lost:
                 job.claim.check()
-            start = done if start is None else start
+            start = job.tell.report.figures.setdefault(FROM_STEP, done)
             job.tell.report.moved = done > start
             for _ in range(before if job.ranks.rank == 0 else done, done):
                 yield None

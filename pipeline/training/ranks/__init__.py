@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = REDUCED_BYTES  # tensors are added up in pieces of it; the plan has room for one
 LOST = PEER_LOST  # exit code: another rank is gone, so this one cannot go on
-HUNG = 77  # exit code: this rank did nothing for too long and ended itself
 
 
 class RankLost(JobFailed):

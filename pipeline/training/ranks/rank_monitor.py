@@ -37,9 +37,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.machine import is_loopback, reachable_addresses
+from pipeline.cluster.verdict import HUNG
 from pipeline.errors import JobFailed
 from pipeline.files import replacing
-from pipeline.training.ranks import HUNG, LOST, RankLost
+from pipeline.training.ranks import LOST, RankLost
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 COME_WITHIN_S = 300.0  # all ranks; a node may boot a container first
 SEEK_EVERY_S = (0.02, 1.0)  # at first, and at last
 CONNECT_WITHIN_S = 5.0
-GREET_WITHIN_S, MOST_SILENT = 10.0, 64  # connections that have not said who they are; the oldest go first
+GREET_WITHIN_S = 10.0  # or a connection is closed
 LOOPBACK = "127.0.0.1"
 KEEP_ALIVE = {  # the kernel asks the other: a lost node is noticed within 25 s, a busy process is left alone
     "TCP_KEEPIDLE": 10,
@@ -123,16 +124,12 @@ async def _gather(place: RankPlace, file: Path, shared: Mapping[str, Any], withi
     """As rank 0: publish the address, admit ranks that know the first word, and send them what they need."""
     words = {"token": secrets.token_hex(16), "answer": secrets.token_hex(16)}
     links: dict[int, JsonLink] = {}
-    silent: dict[JsonLink, None] = {}  # the oldest first
     all_came = asyncio.Event()
 
     async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Let a rank in; disconnect a stranger, at the latest when it has been silent for too long."""
-        silent[link := JsonLink(reader, writer)] = None
-        if len(silent) > MOST_SILENT:
-            next(iter(silent)).close()
+        link = JsonLink(reader, writer)
         greeting = await link.next(GREET_WITHIN_S) or {}
-        del silent[link]
         rank, token = greeting.get("rank"), str(greeting.get("token")).encode(errors="replace")
         is_ours = hmac.compare_digest(token, words["token"].encode())
         if not is_ours or not isinstance(rank, int) or not 0 < rank < place.world:
@@ -157,8 +154,6 @@ async def _gather(place: RankPlace, file: Path, shared: Mapping[str, Any], withi
     finally:
         server.close()
         file.unlink(missing_ok=True)
-        for stranger in silent:
-            stranger.close()
     if missing := ", ".join(str(rank) for rank in range(1, place.world) if rank not in links):
         problem = f"of {place.world} ranks, these did not connect within {within_s:.0f} s: {missing}"
         for link in links.values():
@@ -317,6 +312,10 @@ class RankMonitor:
     @property
     def has_lost(self) -> bool:
         return self._lost.is_set()
+
+    def peers(self) -> list[str]:
+        """Return what the ranks that this one is connected to, and that have not left, do."""
+        return [peer.doing.what for peer in list(self._peers.values())]
 
     def check(self) -> None:
         """Raise RankLost if a rank was lost."""

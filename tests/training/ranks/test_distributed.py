@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # they are documented there
 
+from pipeline.cluster.verdict import HUNG
 from pipeline.records import RankPlace
-from pipeline.training.ranks import HUNG, LOST
+from pipeline.training.ranks import LOST
 from pipeline.training.ranks.process_group import LETTER_BYTES, MonitoredRanks, ProcessGroup
 from pipeline.training.ranks.rank_monitor import Activity, HangLimits, WatchedRank, addresses_of, stuck_rank
 from tests.training.ranks.crews import DEADLINE_S, await_file, crew

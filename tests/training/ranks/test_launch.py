@@ -72,7 +72,7 @@ def test_the_first_that_fails_is_named_and_the_others_are_ended(
     then = f"if rank == 1: {how}\nwhile True: signal.pause()"
     graces = SHORT if what == "deaf" else {"alone_s": 0.2, "term_s": 300.0}
     assert launch_ranks(command(tmp_path, then, what), 3, **graces) == code
-    assert f"rank 1 of 3 (process {up(tmp_path, 1)[0]}) {said}" in capfd.readouterr().err
+    assert f"process 1 of 3 ({up(tmp_path, 1)[0]}) {said}" in capfd.readouterr().err
     assert are_gone(tmp_path, 3)
     assert tmp_path.joinpath("0.15").exists() == (what == "-")
 
