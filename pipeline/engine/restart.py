@@ -42,10 +42,8 @@ def restarts(folder: RunFolder, ledger: Ledger, facts: Mapping[str, Any], code: 
     if (ask := task.ask) is None:  # the file system does not show yet what was submitted
         return False
     figures, ranks = highest_figures(status, {number}).get(number, {}), status.jobs[task.job or ""].ranks
-    peak_bytes = ranks * int(figures.get("host_peak_bytes", 0)) or None
-    ended = TaskStatus(
-        task.job or "", number, TaskState.FAILED, log, log, exit_code=code, ended=now, peak_rss_bytes=peak_bytes
-    )
+    peak_bytes, job = ranks * int(figures.get("host_peak_bytes", 0)) or None, task.job or ""
+    ended = TaskStatus(job, number, TaskState.FAILED, log, log, exit_code=code, ended=now, peak_rss_bytes=peak_bytes)
     start = judged(folder, status, ended, figures, ranks)
     site = from_resolved(folder.config.read_text(), str(folder.config)).cluster.slurm
     has_time = not ask.time_s or ask.time_s - spent_s > 2 * warning_s(site, ask.time_s)

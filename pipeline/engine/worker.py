@@ -44,7 +44,7 @@ from pipeline.stages import table
 from pipeline.store.cache_folder import update_indexes
 from pipeline.store.format.disk import FULL
 from pipeline.training.ranks import RankLost
-from pipeline.training.ranks.launch import ALONE_S, launch_ranks
+from pipeline.training.ranks.launch import ALONE_S, FORWARDED, launch_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +58,6 @@ PROGRESS_EVERY_S = 0.5
 WARNINGS_MOST = 20  # of a process, in the ledger
 BEGAN = time.time()
 OWN_LOG = "/proc/self/fd/2"
-ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a cancellation or preemption; what comes before a limit
 
 
 class TaskStopped(BaseException):
@@ -84,7 +83,7 @@ class TaskStopped(BaseException):
 def main(words: Sequence[str]) -> int:
     """Do one task, or one process's part of it, and record it in the ledger; return the exit code."""
     atexit.register(gc.freeze)  # saves half a second of garbage collection over torch at exit
-    for number in ENDING:
+    for number in FORWARDED:
         signal.signal(number, _stop)
     arguments = _parse(words)
     folder = RunFolder(Path(arguments.run))
@@ -117,7 +116,7 @@ def main(words: Sequence[str]) -> int:
             launch = partial(launch_ranks, command, processes, node, alone_s=alone_s)
             return _start_processes(folder, ledger, facts, launch, node)
         if stage.together:
-            for number in ENDING:
+            for number in FORWARDED:
                 signal.signal(number, _hear)
         if arguments.lent is not None:
             os.environ[VISIBLE] = arguments.lent
@@ -335,7 +334,7 @@ def _hear(number: int, _frame: FrameType | None) -> None:
 
 def _stop(number: int, _frame: FrameType | None) -> None:
     """Raise TaskStopped for the first signal, and ignore later ones."""
-    for ending in ENDING:
+    for ending in FORWARDED:
         signal.signal(ending, signal.SIG_IGN)
     raise TaskStopped(number)
 

@@ -48,13 +48,13 @@ from pipeline.cluster.verdict import (
     says_oom_kill,
 )
 from pipeline.errors import ConfigError
+from pipeline.training.ranks.launch import FORWARDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     Tell = Callable[[Mapping[str, float]], None]
 
-ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 PREFIX = "pipeline: {"
 STEP = "step"
 READ_BYTES = 1 << 16
@@ -153,7 +153,7 @@ def _signals() -> Iterator[int]:
     before = {}
     try:
         if threading.current_thread() is threading.main_thread():  # no other can set handlers
-            before = {number: signal.signal(number, take) for number in ENDING}
+            before = {number: signal.signal(number, take) for number in FORWARDED}
         yield read
     finally:
         for number, handler in before.items():
@@ -252,7 +252,7 @@ class _Process:
     def _has_exited(self) -> bool:
         """Tell whether its first process has exited, without reaping it, so that its pid is not reused."""
         exited = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if exited is not None and exited.si_code != os.CLD_EXITED and exited.si_status in ENDING:
+        if exited is not None and exited.si_code != os.CLD_EXITED and exited.si_status in FORWARDED:
             self._told = exited.si_status  # the scheduler signals all processes, and this one has no handler
         return exited is not None
 

@@ -84,10 +84,6 @@ class StepClock:
         self.is_held = held
         return {name: spent_ns / 1e9 for name, spent_ns in self._ns.items()}
 
-    def own_seconds(self) -> float:
-        """Return the seconds of this rank's own part of steps, in which it waits for no other."""
-        return sum(spent_s for name, spent_s in self.seconds().items() if name not in NOT_OWN)
-
     def restart(self, seconds: Mapping[str, float] | None = None) -> dict[str, float]:
         """Start from 0, or from what an earlier process spent on the epoch; return the seconds until now."""
         so_far = self.seconds()

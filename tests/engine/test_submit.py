@@ -266,13 +266,13 @@ def test_a_full_disk_under_the_run_does_not_change_how_a_task_that_is_told_to_en
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(file, data)
 
-    monkeypatch.setattr(worker, "ENDING", ())
+    monkeypatch.setattr(worker, "FORWARDED", ())
     monkeypatch.setattr(worker, "work_through", is_told)
     assert worker.main([str(run.path), "scan", "0"]) == (75 if number is signal.SIGUSR2 else 143)
 
 
 def test_a_task_whose_frozen_configuration_cannot_be_read_records_why(make_project, monkeypatch):
-    monkeypatch.setattr(worker, "ENDING", ())  # this process keeps its own handlers
+    monkeypatch.setattr(worker, "FORWARDED", ())  # this process keeps its own handlers
     run = new_run(read_config(make_project(3) / "pipeline.yaml").config, ["scan"])
     run.config.write_text("no: [configuration")
     assert worker.main([str(run.path), "scan", "0"]) == 2

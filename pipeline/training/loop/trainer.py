@@ -20,7 +20,7 @@ from pipeline.training.loop.phase import make_state, rehearse
 from pipeline.training.loss_terms import means
 from pipeline.training.state import TrainingState
 from pipeline.training.step.optimizers import factor, set_rate
-from pipeline.training.step_clock import CHECKPOINT, OBSERVE, VALIDATE
+from pipeline.training.step_clock import CHECKPOINT, NOT_OWN, OBSERVE, VALIDATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -240,7 +240,7 @@ class Trainer:
         report.ending = self.ending()
         report.is_due = is_late or bool(checkpoints.every and (self.done + 1) % checkpoints.every == 0)
         report.host_share = self._host_share
-        spent_s = self.step.clock.own_seconds()
+        spent_s = sum(spent_s for name, spent_s in self.step.clock.seconds().items() if name not in NOT_OWN)
         report.own_s, self._spent_s = spent_s - self._spent_s, spent_s
         report.is_written = self.keeper.is_written
         report.damaged += self.damaged.news() if self.damaged else []

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import FrameType
 
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a cancellation or preemption; what comes before a limit
 LOOK_EVERY_S = 0.05
 ALONE_S = 25.0  # for the other ranks once one has failed: more than the rank monitor takes
 TERM_S = 15.0  # after SIGTERM

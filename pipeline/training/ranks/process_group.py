@@ -144,15 +144,11 @@ class MonitoredRanks(Ranks):
             self._is_open = False
             self._monitor.leave(why)
             if dist.is_initialized() and self.world > 1:
-                self._leave_group()
+                if self._monitor.has_lost:  # pending calls never complete, and destroying the group would wait for them
+                    with suppress(RuntimeError):  # it is broken already
+                        dist.group.WORLD.abort()  # type: ignore[union-attr]
+                dist.destroy_process_group()
             self._monitor.close()
-
-    def _leave_group(self) -> None:
-        # It never completes pending calls, and destroying the group would wait for them
-        if self._monitor.has_lost:
-            with suppress(RuntimeError, AttributeError):  # it is broken already; older versions of torch cannot
-                dist.group.WORLD.abort()  # type: ignore[union-attr]
-        dist.destroy_process_group()
 
     def _note(self, activity: str, *, waits: bool = False) -> None:
         allowance_s = self._limits.slow_s if self._slow else self._limits.hang_s

@@ -81,12 +81,8 @@ class JsonLink:
             if hasattr(socket, name):
                 self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.host = ""  # of the rank at the other end
+        self.unread_bytes = writer.transport.get_write_buffer_size  # that the other end has not taken
         self.address, self.peer = (writer.get_extra_info(name)[0] for name in ("sockname", "peername"))
-
-    @property
-    def is_clogged(self) -> bool:
-        """Whether the other end does not read: some of what was sent is still buffered."""
-        return self._writer.transport.get_write_buffer_size() > 0
 
     def drop_in_child(self) -> None:
         """Let go of the connection in a forked process, which would hide the death of its parent."""
@@ -396,7 +392,7 @@ class RankMonitor:
         own.doing = doing
         for link, peer in self._peers.items():
             peer.silent_s += passed_s
-            if not link.is_clogged:
+            if not link.unread_bytes():
                 link.send({"doing": asdict(doing), "idle_s": own.idle_s})
         if not self.has_lost:
             await self._judge(own)

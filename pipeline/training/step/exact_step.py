@@ -228,10 +228,6 @@ class StepReport:
         """The report of the rank that wants the least budget."""
         return min(self.ranks, key=lambda report: report.budget)
 
-    def without_gradient(self) -> set[int]:
-        """Return the numbers of the parameters that have a gradient on no rank."""
-        return set.intersection(*(set(report.absent) for report in self.ranks if report.absent is not None))
-
 
 class ExactStep:
     """Makes steps together with all ranks."""
@@ -464,7 +460,8 @@ class ExactStep:
             return
         with self.step.clock.within(REDUCE):
             self.ranks.add_up(self.step.gradients, self._buffer)
-        for number in report.without_gradient():
+        absent = (set(rank.absent) for rank in report.ranks if rank.absent is not None)
+        for number in set.intersection(*absent):  # the parameters that have a gradient on no rank
             self.step.trained[number].grad = None
 
     def update(self, apply: Callable[[], object]) -> None:
