@@ -39,10 +39,6 @@ class Peers:
         """Tell whether another process failed or died."""
         return self._monitor.has_lost
 
-    def explain(self) -> bool:
-        """Wait a little for a failure of another process, which may be why this one failed; tell whether it came."""
-        return bool(wait_for(self.has_lost, REASON_WITHIN_S, LOOK_EVERY_S)) if self.place.world > 1 else False
-
     def are_all_done(self, ending: Callable[[], int]) -> bool:
         """Wait, as one that is done, until all are or one is not: it was lost, or has left to go on later."""
         is_first, others = self.place.rank == 0, self.place.world - 1 if self.place.rank == 0 else 1

@@ -39,13 +39,14 @@ from pipeline.script.command import (
     reserved_port,
     script_environment,
 )
-from pipeline.script.peers import Peers
+from pipeline.script.peers import LOOK_EVERY_S, REASON_WITHIN_S, Peers
 from pipeline.script.script_process import STEP, run_script
 from pipeline.stage_names import StageName
 from pipeline.stages.stage import Stage
 from pipeline.stages.train import RECORDS
 from pipeline.stages.trained import Trained
 from pipeline.training.ranks import LOST
+from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -273,8 +274,8 @@ def newest_change(folder: Path) -> int:
 def _settle(outcome: ScriptOutcome, peers: Peers, ending: Callable[[], int], *, saved: bool) -> None:
     """Return when all processes are done; raise Ended if this one or another is not."""
     own = Ended.of(outcome, saved=saved)
-    if own.for_others and not own.trouble:
-        peers.explain()
+    if own.for_others and not own.trouble and peers.place.world > 1:
+        wait_for(peers.has_lost, REASON_WITHIN_S, LOOK_EVERY_S)  # another's failure may be why this one failed
     is_done = outcome.finished and (peers.place.world == 1 or peers.are_all_done(ending))
     if peers.has_lost() and not own.trouble:
         raise Ended(LOST, "another process of the script failed", quiet=True)

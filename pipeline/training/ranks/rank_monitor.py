@@ -120,12 +120,14 @@ async def _gather(place: RankPlace, file: Path, shared: Mapping[str, Any], withi
     """As rank 0: publish the address, admit ranks that know the first word, and send them what they need."""
     words = {"token": secrets.token_hex(16), "answer": secrets.token_hex(16)}
     links: dict[int, JsonLink] = {}
+    silent = set[JsonLink]()
     all_came = asyncio.Event()
 
     async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Let a rank in; disconnect a stranger, at the latest when it has been silent for too long."""
-        link = JsonLink(reader, writer)
+        silent.add(link := JsonLink(reader, writer))
         greeting = await link.next(GREET_WITHIN_S) or {}
+        silent.discard(link)
         rank, token = greeting.get("rank"), str(greeting.get("token")).encode(errors="replace")
         is_ours = hmac.compare_digest(token, words["token"].encode())
         if not is_ours or not isinstance(rank, int) or not 0 < rank < place.world:
@@ -150,6 +152,8 @@ async def _gather(place: RankPlace, file: Path, shared: Mapping[str, Any], withi
     finally:
         server.close()
         file.unlink(missing_ok=True)
+        for stranger in silent:
+            stranger.close()
     if missing := ", ".join(str(rank) for rank in range(1, place.world) if rank not in links):
         problem = f"of {place.world} ranks, these did not connect within {within_s:.0f} s: {missing}"
         for link in links.values():
