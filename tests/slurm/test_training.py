@@ -22,7 +22,7 @@ from tests.testkit.cluster import Cluster
 from tests.testkit.slurm_runs import SOON_S, Project, Run, at_night, make_project, until
 from tests.testkit.trained import weights
 
-pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.timeout(900)]
 
 NODES, STEPS, EPOCHS = 2, 60, 20
 EATEN_BYTES = 1100 << 20
