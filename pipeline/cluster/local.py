@@ -147,11 +147,12 @@ class LocalTask:
         return TaskState.FAILED, f"exit code {code}"
 
 
-class TaskRunner:
+class TaskRunner(Node):
     """Runs tasks on this machine while it is open; if its process is killed, a guard process ends them."""
 
-    def __init__(self, grace_s: float, prefix: str, note: Callable[[int, TaskStatus], None]) -> None:
+    def __init__(self, machine: Machine, grace_s: float, prefix: str, note: Callable[[int, TaskStatus], None]) -> None:
         """Call `note` with each state of a piece; `grace_s` lies between SIGTERM and SIGKILL."""
+        super().__init__("", machine)
         self._grace_s, self._note = grace_s, note
         self._prefix = prefix  # of the marks of its processes
         self._table = ProcessTable(self._prefix)
@@ -260,20 +261,6 @@ class TaskRunner:
             self.server = None
 
 
-class ThisMachine(Node):
-    """The only node of the local executor."""
-
-    def __init__(self, machine: Machine, runner: TaskRunner) -> None:
-        super().__init__("", machine)
-        self._runner = runner
-
-    def start(self, piece: int, job: Job, gpus: tuple[str, ...]) -> None:
-        self._runner.start(piece, job, gpus)
-
-    def stop(self, piece: int) -> None:
-        self._runner.stop(piece)
-
-
 class LocalExecutor(PlacingExecutor):
     """Runs jobs on this machine."""
 
@@ -283,8 +270,8 @@ class LocalExecutor(PlacingExecutor):
         """Use `machine`, by default this one."""
         super().__init__()
         self.machine = machine or Machine.detect()
-        self.runner = TaskRunner(grace_s, self._prefix, self._note)
-        self._nodes = [ThisMachine(self.machine, self.runner)]
+        self.runner = TaskRunner(self.machine, grace_s, self._prefix, self._note)
+        self._nodes = [self.runner]
 
     @property
     def imported_bytes(self) -> int:

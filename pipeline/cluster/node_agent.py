@@ -89,7 +89,7 @@ def main(folder: Path, node: int) -> None:
 
     machine = Machine.detect(**first["machine"])
     link.send(cpus=machine.cpus, gpus=machine.gpus, mem_bytes=machine.mem_bytes)
-    with closing(TaskRunner(first["grace_s"], f"{secrets.token_hex(4)}.", note)) as runner:
+    with closing(TaskRunner(machine, first["grace_s"], f"{secrets.token_hex(4)}.", note)) as runner:
         runner.events.register(link, selectors.EVENT_READ)
         try:
             _serve(link, runner)

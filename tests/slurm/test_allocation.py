@@ -46,12 +46,12 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def submits(cluster: Cluster, project: Project, minutes: int) -> tuple[int, str]:
+def submits(cluster: Cluster, project: Project, minutes: int, *words: str) -> tuple[int, str]:
     """Submit the script as it is, wait for its end, and return its exit code and what it printed."""
     log = project.folder / "job.out"
     log.unlink(missing_ok=True)
     size = ["--cpus-per-task=2", "--mem=4G", f"--time={minutes}", f"--output={log}", f"--chdir={project.folder}"]
-    job = cluster.run("sbatch", "--parsable", *size, str(ROOT / "sbatch/allocation.sbatch")).stdout.strip()
+    job = cluster.run("sbatch", "--parsable", *size, str(ROOT / "sbatch/allocation.sbatch"), *words).stdout.strip()
 
     assert job
 
@@ -76,13 +76,13 @@ def test_the_next_job_continues_a_training_that_the_end_of_the_first_has_stopped
     whole = Project(shutil.copytree(project.folder, tmp_path / "whole"))
 
     (project.folder / "SLOW").touch()
-    code, said = submits(cluster, project, minutes=6)
+    code, said = submits(cluster, project, 6)
     assert code == 75, said
     assert StatusReader(project.run).read().state is State.STOPPED
     (project.folder / "SLOW").unlink()
     before = {path.name for path in project.folder.glob("models/*/checkpoints/step-*")}
     assert before, said
-    code, said = submits(cluster, project, minutes=15)
+    code, said = submits(cluster, project, 15, "resume")
     assert code == 0, said
     assert StatusReader(project.run).read().state is State.DONE
 
