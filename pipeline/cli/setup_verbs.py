@@ -157,7 +157,8 @@ def demo_command(
         option(
             "--recipe NAME",
             "Demonstrate a recipe of `pipeline init` at toy size: complex_docking, denovo_recursive, encoder_finetune, "
-            "spectra_finetune, rna_ligand (needs the extra hdf5) or contrastive_pair (needs the extra images).",
+            "spectra_finetune, spectra_pretrain, rna_ligand (needs the extra hdf5) or contrastive_pair (needs the "
+            "extra images).",
         ),
     ] = None,
 ) -> None:

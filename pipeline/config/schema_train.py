@@ -95,8 +95,9 @@ class SamplingSection(Section):
 class ScheduleSection(Section):
     """Learning-rate schedule, by optimizer steps."""
 
-    kind: Literal["constant", "linear", "cosine"] = setting(
-        "constant", "constant, or decay over all epochs to `least` (linear or cosine)."
+    kind: Literal["constant", "linear", "cosine", "inverse_sqrt"] = setting(
+        "constant",
+        "constant, decay over all epochs to `least` (linear or cosine), or inverse_sqrt after the warm-up (Noam).",
     )
     warmup: int = setting(0, "Warm-up steps, in which the rate grows from 0.", ge=0)
     least: float = setting(0.0, "Final learning rate, as a share of learning_rate.", ge=0, le=1)

@@ -137,6 +137,7 @@ def _of_molecule(seed: int, number: int) -> str:
         "INCHIKEY": f"{''.join(chr(65 + place) for place in places):A<14}-UHFFFAOYSA-N",
         "SPLIT": _split(number // OF_MOLECULE),
         "TARGET": f"{sum(values):.4f}",
+        "RTINSECONDS": f"{600 + 100 * sum(values) + rng.normal():.2f}",
     }
     return _block(number, headers, mz_P, high_P)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import xxhash
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers import hdf5, peptides
@@ -38,6 +39,7 @@ from pipeline.readers.entry import (
     entry_or_rejection,
 )
 from pipeline.readers.mzml import MZML
+from pipeline.readers.scaffolds import refuse_without_rdkit, scaffold_split
 from pipeline.readers.spectrum_files import (
     FORMAT_A,
     MGF,
@@ -67,6 +69,8 @@ KEYS = {  # what an option means where it is left out: an MGF header, and HDF5 c
     "split": ("SPLIT", ("fold", "split")),
     "peptide": ("SEQ", ("sequence",)),
     "molecule": ("", ()),
+    "run": ("", ()),
+    "murcko": ("", ()),
 }
 
 
@@ -91,9 +95,9 @@ class Spectra:
 
     Arrays: `peaks.mz` and `peaks.intensity` (relative to the largest) float32 [P] in order of m/z, `precursor_mz`
     float32 and `charge` int64 (0: unknown) without axes, `target` float32 [K] where asked for (NaN: unknown),
-    `peptide.residue` int8 [L] where the spectrum has a peptide, `retention_s` float32 and `molecule` int64 (0: unknown)
-    where asked for. A place is the number of the file and, of a text file, the offset and length of the spectrum; of an
-    HDF5 file, the row; and its id where targets are found by it.
+    `peptide.residue` int8 [L] where the spectrum has a peptide, `retention_s` float32, `molecule` (0: unknown) and
+    `run` int64 where asked for. A place is the number of the file and, of a text file, the offset and length of the
+    spectrum; of an HDF5 file, the row; and its id where targets are found by it.
     """
 
     path: Path
@@ -105,6 +109,8 @@ class Spectra:
     quality: str = ""  # A: what DreaMS' data, format A, would leave out is refused
     retention: bool = False  # whether the time of retention is read
     molecule: str = ""  # header or column of InChI keys, by which spectra of one molecule are known
+    run: str = ""  # header or column of LC-MS runs, where a file has several
+    murcko: str = ""  # header or column of SMILES or InChI, whose Murcko scaffolds decide the splits
     id: str = ""  # header or column; TITLE, `id` or `name`; where it is empty, the file's name and a number
     split: str = ""  # header or column; SPLIT, `fold` or `split`
     peptide: str = ""  # header or column; SEQ, `sequence`
@@ -138,7 +144,13 @@ class Spectra:
                     continue
                 name, _, line, headers, peak_P2 = found
                 place = [file, *found.place, *([] if self._labels is None else [name])]
-                arrays, split = partial(self._arrays, headers, peak_P2, name), headers.get(self._keys["split"], "")
+                arrays: Any = partial(self._arrays, headers, peak_P2, name)
+                split = headers.get(self._keys["split"], "")
+                if self.murcko:
+                    try:
+                        split = scaffold_split(headers.get(self._keys["murcko"], ""))
+                    except UnusableEntry as error:
+                        arrays = error
                 yield entry_or_rejection(name, place, arrays, split.strip(), path, line)
 
     def headers(self) -> Iterator[tuple[str, Mapping[str, str]]]:
@@ -172,7 +184,10 @@ class Spectra:
             Column("CHARGE", ("charge",)),
             Column("RTINSECONDS", ("RT",)),
             *(
-                column_of(option, getattr(self, option), *names, meaning=self._keys[option])
+                # a column of runs, such as GeMS' `name`, is not that of ids
+                column_of(
+                    option, getattr(self, option), *(n for n in names if n != self.run), meaning=self._keys[option]
+                )
                 for option, (_, names) in KEYS.items()
             ),
             *(column_of("target", name, meaning=name.upper()) for name in self._own_targets),
@@ -188,6 +203,8 @@ class Spectra:
         fits = bool(self.target) or not self.labels
         check_option("target", self.target, "a list of the columns of data.options.labels", fits=fits)
         check_option("quality", self.quality, FORMAT_A, fits=self.quality in ("", FORMAT_A))
+        if self.murcko:
+            refuse_without_rdkit()
 
     def _in_text(self, path: Path) -> Iterator[FoundSpectrum | Rejection]:
         form, count, seen = FORMS[_suffix(path)], 0, dict[str, None]()
@@ -277,6 +294,8 @@ class Spectra:
                 raise UnusableEntry(f"peptide {printable_text(peptide)}: {error}") from error
         if self.retention:
             arrays["retention_s"] = np.array(retention_s(headers), np.float32)
+        if self.run:
+            arrays["run"] = np.array(xxhash.xxh3_64_intdigest(headers.get(self._keys["run"], "").encode()) >> 1)
         if self.molecule:
             arrays["molecule"] = molecule_number(headers.get(self._keys["molecule"], ""))
         return arrays

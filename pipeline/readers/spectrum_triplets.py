@@ -1,16 +1,16 @@
-"""`SpectrumTriplets`: spectra, each with some of its own molecule and some of others of nearly its mass.
+"""Spectra with others to be compared with: `SpectrumTriplets` by molecule and mass, `SpectrumPairs` by LC-MS run.
 
     data: {source: reader, reader: "pipeline.readers.spectrum_triplets:SpectrumTriplets", path: library.mgf,
            options: {molecule: INCHIKEY, mass_within: 0.05, candidates: 4}}
 
-Shapes: P peaks of all of a spectrum's positives (or negatives), C such spectra.
+Shapes: P peaks of all of a spectrum's candidates of one role, C such spectra, N all spectra.
 """
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -20,47 +20,36 @@ from pipeline.readers.spectra import Spectra
 from pipeline.records import Entry, Rejection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     Arrays = Mapping[str, NDArray[Any]]
 
-ROLES = ("positive", "negative")
+OF_CANDIDATES = {"precursor_mz", "molecule", "retention_s"}
 
 
 @dataclass(eq=False)
-class SpectrumTriplets(Spectra):
-    """The spectra of `Spectra`, each with candidates to be compared with, drawn once by `seed`.
+class RelatedSpectra(Spectra):
+    """Spectra, each with the arrays of others of the data set, its candidates of some roles, drawn once by `seed`."""
 
-    Further arrays: `positive.mz`, `positive.intensity` and `positive.spectrum` [P], the last the number of the
-    candidate that a peak is of, `positives.precursor_mz` and `positives.molecule` [C]: spectra of the same molecule;
-    likewise `negative.…`: of another whose precursor is within `mass_within` Da. Both are of the item's own split. An
-    item without a known molecule, or without either kind, has none of them. A task draws one of each for every step.
-    """
-
-    mass_within: float = 0.05
-    candidates: Count = 4  # of each kind, at most
+    candidates: Count = 4  # of each role, at most
     seed: int = 0
+    roles: ClassVar[tuple[str, ...]]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fits = type(self.mass_within) in (int, float) and 0 < self.mass_within < np.inf
-        check_option("mass_within", self.mass_within, "a number above 0", fits=fits)
-        if not self.molecule:
-            problem = "spectra of one molecule are known by their InChI keys"
-            remedy = "name the header or column that has them, such as INCHIKEY"
-            raise ConfigError(problem, where="data.options.molecule", remedy=remedy)
+    def related(self, entries: Iterable[Entry | Rejection]) -> Callable[[int], Sequence[Sequence[Any]]]:
+        """Return what gives the places of an entry's candidates, by its number: a list for each role, or none."""
+        raise NotImplementedError
 
     def entries(self) -> Iterator[Entry | Rejection]:
         """Yield every spectrum with its candidates; the files are read twice, the first time for who they are."""
-        relatives = _Relatives(super().entries(), self)
+        places_of = self.related(super().entries())
         number = 0
         for entry in super().entries():
             if isinstance(entry, Rejection):
                 yield entry
                 continue
-            places = [entry.place, *relatives.of(number)]
+            places = [entry.place, *places_of(number)]
             yield entry._replace(place=places, arrays=self._joined(entry.arrays, places[1:]))
             number += 1
 
@@ -72,15 +61,77 @@ class SpectrumTriplets(Spectra):
     def _joined(self, own: Arrays, related: Sequence[Sequence[Any]]) -> Arrays:
         """Return an item's arrays with those of its candidates."""
         arrays = dict(own)
-        for role, places in zip(ROLES, related, strict=False):
+        for role, places in zip(self.roles, related, strict=False):
             found = [Spectra.read(self, place) for place in places]
             for name in ("mz", "intensity"):
                 arrays[f"{role}.{name}"] = np.concatenate([one[f"peaks.{name}"] for one in found])
             sizes = [len(one["peaks.mz"]) for one in found]
             arrays[f"{role}.spectrum"] = np.repeat(np.arange(len(found), dtype=np.int16), sizes)
-            arrays[f"{role}s.precursor_mz"] = np.array([one["precursor_mz"] for one in found], np.float32)
-            arrays[f"{role}s.molecule"] = np.array([one["molecule"] for one in found], np.int64)
+            for name in OF_CANDIDATES & own.keys():
+                arrays[f"{role}s.{name}"] = np.stack([one[name] for one in found])
         return arrays
+
+
+@dataclass(eq=False)
+class SpectrumTriplets(RelatedSpectra):
+    """The spectra of `Spectra`, each with spectra of its molecule, and of other molecules of nearly its mass.
+
+    Further arrays: `positive.mz`, `positive.intensity` and `positive.spectrum` [P], the last the number of the
+    candidate that a peak is of, `positives.precursor_mz` and `positives.molecule` [C]: spectra of the same molecule;
+    likewise `negative.…`: of another whose precursor is within `mass_within` Da. Both are of the item's own split. An
+    item without a known molecule, or without either kind, has none of them. A task draws one of each for every step.
+    """
+
+    mass_within: float = 0.05
+    roles: ClassVar[tuple[str, ...]] = ("positive", "negative")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = type(self.mass_within) in (int, float) and 0 < self.mass_within < np.inf
+        check_option("mass_within", self.mass_within, "a number above 0", fits=fits)
+        if not self.molecule:
+            problem = "spectra of one molecule are known by their InChI keys"
+            remedy = "name the header or column that has them, such as INCHIKEY"
+            raise ConfigError(problem, where="data.options.molecule", remedy=remedy)
+
+    def related(self, entries: Iterable[Entry | Rejection]) -> Callable[[int], Sequence[Sequence[Any]]]:
+        """Return what gives the places of an entry's positives and negatives."""
+        return _Relatives(entries, self).of
+
+
+@dataclass(eq=False)
+class SpectrumPairs(RelatedSpectra):
+    """The spectra of `Spectra`, each with others of the same LC-MS run, to learn which of two came first.
+
+    A run is a file, or what the header or column `run` names. Further arrays: `retention_s`; `other.mz`,
+    `other.intensity` and `other.spectrum` [P], `others.precursor_mz` and `others.retention_s` [C], of spectra of the
+    item's own run and split. Without a known time of retention, an item has none of these.
+    """
+
+    retention: bool = True
+    roles: ClassVar[tuple[str, ...]] = ("other",)
+
+    def related(self, entries: Iterable[Entry | Rejection]) -> Callable[[int], Sequence[Sequence[Any]]]:
+        """Return what gives the places of others of an entry's run."""
+        places, groups, names = list[Any](), array("q"), dict[tuple[int, str], int]()
+        for entry in entries:
+            if isinstance(entry, Entry):
+                run = int(entry.arrays["run"]) if self.run else entry.place[0]
+                is_timed = np.isfinite(entry.arrays["retention_s"])
+                places.append(entry.place)
+                groups.append(names.setdefault((run, entry.split), len(names)) if is_timed else -1)
+        group_N = np.array(groups, np.int64)
+        by_group = _Ordered(group_N)
+
+        def places_of(number: int) -> Sequence[Sequence[Any]]:
+            if (group := group_N[number]) < 0:
+                return []
+            alike_C = by_group.between(group, group)
+            drawn = np.random.default_rng([self.seed, number]).integers(len(alike_C), size=self.candidates)
+            others = [places[other] for other in np.unique(alike_C[drawn]) if other != number]
+            return [others] if others else []
+
+        return places_of
 
 
 class _Relatives:

@@ -103,6 +103,7 @@ def _sequences(folder: Path, items: int) -> None:
 DEMOS = {
     "complex_docking": RecipeDemo(_complexes, "ligand_rmsd_median", 126, ("poses.csv",)),
     "spectra_finetune": RecipeDemo(_spectra, "r2", 900),
+    "spectra_pretrain": RecipeDemo(_spectra, "order_accuracy", 900),
     "encoder_finetune": RecipeDemo(_sequences, "r2", 300),
     "denovo_recursive": RecipeDemo(_peptides, "residue_recall", 2000, ("peptides.csv",)),
     "rna_ligand": RecipeDemo(_pockets, "recall_at_1", 400, ("ranked_ligands.csv",), ("hdf5", "h5py")),

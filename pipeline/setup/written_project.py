@@ -33,7 +33,6 @@ CONFIG = "pipeline.yaml"
 NO_FILES: Mapping[str, str] = {}
 TABLE = "complex.csv"
 TASK = "pipeline.tasks.complex_docking:ComplexDocking"
-PUBLISHED_SAMPLING = {"temperature": 2.439, "psi": 0.216, "data_translation": 0.593, "data_rotation": 0.228}
 
 
 def refuse_absent(*files: Path) -> None:
@@ -127,7 +126,6 @@ def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, An
     options = model["train"].get("options", {}) | typed.options
     drawn: dict[str, Any] = {"samples": docking.poses, "steps": docking.steps, "top": docking.top}
     drawn |= {"trajectory": True} if docking.trajectory else {}
-    drawn |= PUBLISHED_SAMPLING if weights_file(docking.model) is not None else {}
     drawn |= _judge(docking.confidence, here) if docking.confidence else {}
     drawn |= typed.predict.options
     return {

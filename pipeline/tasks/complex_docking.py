@@ -26,6 +26,7 @@ from pipeline.tasks.docking.pose_confidence import trained_confidence
 from pipeline.tasks.docking.pose_quality import docking_metrics
 from pipeline.tasks.docking.published_poses import CONFIDENCE, MOVE, TRAJECTORY, publish_poses
 from pipeline.tasks.docking.rigid_diffusion import (
+    LOW_TEMPERATURE,
     RMSDS,
     NoiseSchedule,
     PoseDraw,
@@ -45,7 +46,7 @@ from pipeline.tasks.docking.rigid_diffusion import (
     start_poses,
 )
 from pipeline.tasks.docking.score_network import PosedComplex, ScoreModel, TrunkSizes
-from pipeline.tasks.task_parts import WHERE, above_zero, at_least, part_of, refuse
+from pipeline.tasks.task_parts import WHERE, above_zero, at_least, part_of, refuse, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -96,6 +97,7 @@ class ComplexDocking(SamplingSteps, TrunkSizes):
     translation_most: float = 30.0
     rotation_least: float = 0.01  # radians
     rotation_most: float = 1.65
+    low_temperature: bool | None = None  # the paper's in place of defaults; null: as_published, if temperature is 1
     samples: int = 1  # poses of a complex where the model is evaluated or predicts: train.predict.options
     confidence: str = ""  # weights, or a folder of a model, that ranks the poses
     confidence_as_published: bool = False  # whether that was trained so, under the names of this package
@@ -110,6 +112,11 @@ class ComplexDocking(SamplingSteps, TrunkSizes):
             if not least < most:
                 problem = f"{name}_most is {most}, and {name}_least {least}: noise must grow with time"
                 refuse(f"{name}_most", problem)
+        require(0 <= self.actual_steps <= self.steps, self, "actual_steps", f"from 0 to the {self.steps} steps")
+        is_low = self.as_published and self.temperature == 1 if self.low_temperature is None else self.low_temperature
+        for name, value in LOW_TEMPERATURE.items():
+            if is_low and getattr(self, name) == getattr(SamplingSteps, name):
+                object.__setattr__(self, name, value)
         if self.as_published and not self.embedding_dim:
             problem = "as published, a residue's type is looked up by its embedding: embedding_dim must be 1 or more"
             refuse("embedding_dim", problem, f"--set {WHERE}.embedding_dim=1280")

@@ -30,6 +30,7 @@ from torch.nn import functional
 
 from pipeline.protocol import ITEMS
 from pipeline.readers.captions import class_names
+from pipeline.tasks.pairs.linear_probe import probe_accuracy
 from pipeline.tasks.pairs.pair_towers import (
     BYTES,
     FORMS,
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
 SIDES = (LEFT, RIGHT) = ("left", "right")
 TOKENS, VECTORS, IMAGES, TEXT = "tokens", "vectors", "images", "text"
 FIELD = {TOKENS: "token", VECTORS: "vector", IMAGES: "image", TEXT: "token"}
-PAIRS, CLASSES, CLASS, ZERO_SHOT, PLACE = "pairs", "classes", "class", "zero_shot", "place"
+PAIRS, CLASSES, CLASS, ZERO_SHOT, PLACE, LABEL = "pairs", "classes", "class", "zero_shot", "place", "label"
 BYTE_PAIRS = "byte-pair tokens"
 UNKNOWN = -1  # class of an item of which none is known
 COLDEST = 0.01  # temperature, as CLIP has it: cosines are multiplied by 100 at most
@@ -145,6 +146,8 @@ class ContrastivePair:
     class_weight: float = 0.0  # of a second loss that predicts classes from the left side's vectors; 0: none
     templates: Any = ()  # texts such as "a photo of a {}.": each image gets the class whose texts are nearest
     merges: str = ""  # the file of the byte pairs, as for the reader; for templates
+    linear_probe: str = ""  # predictions of the training items, to which evaluation fits a linear classifier
+    linear_probe_val: str = ""  # predictions of the validation items, which choose its regularisation
 
     def __post_init__(self) -> None:
         at_least(self, LEAST)
@@ -162,11 +165,14 @@ class ContrastivePair:
         if not 0 < self.crop_least <= 1:
             problem = f"crop_least is {self.crop_least}: it must be more than 0, and at most 1"
             refuse("crop_least", problem, f"--set {WHERE}.crop_least=0.9")
+        if bool(self.linear_probe) != bool(self.linear_probe_val):
+            problem = "linear_probe and linear_probe_val belong together: set both or none"
+            refuse("linear_probe", problem, "set both to folders of predictions, of train and of val")
         self._check_classes()
 
     def _check_classes(self) -> None:
         """Refuse options about classes without their names, and templates that are no texts for the right side."""
-        wanted = [name for name in ("class_weight", "templates") if getattr(self, name)]
+        wanted = [name for name in ("class_weight", "templates", "linear_probe") if getattr(self, name)]
         if len(self.names) < 2 and wanted:
             refuse("classes", f"{wanted[0]} needs at least two class names", f"--set {WHERE}.classes='[cat, dog]'")
         if self.templates and self.right != TEXT:
@@ -212,6 +218,7 @@ class ContrastivePair:
     def files_read(self) -> Iterable[Path]:
         """Return the files whose content decides what the task says."""
         files = [self.merges if self.templates else "", self.classes if isinstance(self.classes, str) else ""]
+        files += [f"{folder}/predictions.json" for folder in self._probed]
         return [Path(file) for file in files if file]
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,6 +246,10 @@ class ContrastivePair:
         values, real_BL = padded_rows(rows)
         whole = None if real_BL is None else functional.pad(real_BL, (1, 0), value=True)
         return Rows(values.long() if kind == TOKENS else values.float(), whole)
+
+    @property
+    def _probed(self) -> list[str]:
+        return [folder for folder in (self.linear_probe, self.linear_probe_val) if folder]
 
     @property
     def is_varied(self) -> bool:
@@ -327,6 +338,9 @@ class ContrastivePair:
         embedded = self.embed(model, batch)
         found = {side: embedded[side] for side in SIDES}
         found["similarity"] = torch.cosine_similarity(embedded[LEFT], embedded[RIGHT])
+        if self.names:
+            unknown_B = torch.full((len(found[LEFT]),), UNKNOWN)
+            found[LABEL] = unknown_B if batch.class_B is None else batch.class_B
         if CLASSES in embedded:
             found |= _predicted_class(CLASS, embedded[CLASSES], batch.class_B)
         if self.templates:
@@ -352,6 +366,10 @@ class ContrastivePair:
             known_N = place_N[~np.isnan(place_N)]
             if len(known_N):
                 figures |= {f"{way}_at_{most}": float((known_N < most).mean()) for most in CLASS_AT}
+        class_N = torch.tensor([int(number) for number in outputs.get(LABEL, ())])
+        if self.linear_probe and (places := (class_N != UNKNOWN).nonzero()[:, 0].tolist()):
+            vector_ND = torch.from_numpy(np.stack([np.asarray(outputs[LEFT][place]) for place in places]))
+            figures["linear_probe"] = probe_accuracy(self._probed, LEFT, LABEL, vector_ND, class_N[places])
         return figures
 
     def publish(self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: Any) -> list[Path]:  # noqa: ARG002 - the protocol has it

@@ -65,8 +65,6 @@ from pipeline.tasks.task_parts import (
     above_zero,
     at_least,
     at_least_single,
-    divided,
-    dropout_of,
     labels_of,
     one_of,
     part_of,
@@ -84,12 +82,7 @@ if TYPE_CHECKING:
     from pipeline.training.items.batch import ItemTensors
 
 NEGATIVE_MOLECULE = "negative_molecule"
-FINEST, COARSEST = 1e-5, 0.25  # Da: 50,000 waves, and 1
-COUNTS = (
-    *("targets", "max_peaks", "layers", "heads", "d_fourier", "d_peak", "feedforward"),
-    *("fourier_width", "fourier_layers", "head_depth", "top"),
-)
-LEAST = {**dict.fromkeys(COUNTS, 1), "classes": 0, "gamma": 0.0, "margin": 0.0}
+LEAST = {"targets": 1, "max_peaks": 1, "top": 1, "classes": 0, "gamma": 0.0, "margin": 0.0}
 CLASSES = 20_000  # of masses in the published outputs of pre-training
 
 
@@ -118,10 +111,9 @@ class SpectraFinetune(PeakSizes):
         if self.classes < 0:
             object.__setattr__(self, "classes", CLASSES if self.as_published else 0)
         at_least(self, LEAST)
-        dropout_of(self)
+        self.check_sizes()
         one_of(self, {"head": HEADS, "measure": tuple(FINGERPRINT_LOSSES)})
         require(self.alpha is None or 0 < self.alpha < 1, self, "alpha", "between 0 and 1")
-        require(FINEST <= self.finest <= COARSEST, self, "finest", f"from {FINEST} to {COARSEST} Da")
         if self.summed and self.head != FINGERPRINT:
             problem = f"summed needs the fingerprint head, but head is {self.head}"
             refuse("summed", problem, f"--set {WHERE}.summed=false")
@@ -132,7 +124,6 @@ class SpectraFinetune(PeakSizes):
         spans = zip(self.lowest, self.highest, strict=False)
         if len(self.lowest) != len(self.highest) or not all(low < high for low, high in spans):
             refuse("highest", "every target needs a lowest and a highest value in this order")
-        divided(self.width, self.heads)
 
     @property
     def sizes(self) -> PeakSizes:

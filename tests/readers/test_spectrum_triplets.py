@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from pipeline.errors import ConfigError
+from pipeline.readers import scaffolds
+from pipeline.readers.scaffolds import scaffold_split
 from pipeline.readers.spectra import Spectra
-from pipeline.readers.spectrum_triplets import SpectrumTriplets
+from pipeline.readers.spectrum_triplets import SpectrumPairs, SpectrumTriplets
 from pipeline.records import Entry, Rejection
 from pipeline.tasks.spectra_finetune import SpectraContrast, SpectraFinetune
 from pipeline.training.items.batch import ItemTensors
@@ -64,6 +66,51 @@ def test_positives_are_of_its_molecule_and_negatives_of_another_of_its_mass_and_
         assert "positive.mz" not in entries[name].arrays
     plain = {one.id: one for one in Spectra(tmp_path / "x.mgf", molecule="inchikey").entries()}
     assert_same(plain["C0"].arrays, entries["C0"].arrays)
+
+
+def test_spectra_of_one_run_are_pairs_and_one_without_a_time_has_none(tmp_path: Path) -> None:
+    for name, seconds in (("a", (60, 70, "")), ("b", (80, 90))):
+        blocks = [
+            f"BEGIN IONS\nPEPMASS=200\nRTINSECONDS={time}\nRUN={name}\n{50 + at} 1\nEND IONS\n"
+            for at, time in enumerate(seconds)
+        ]
+        (tmp_path / f"{name}.mgf").write_text("".join(blocks))
+        with (tmp_path / "c.mgf").open("a") as both:
+            both.writelines(blocks)
+    for reader in (SpectrumPairs(tmp_path / "c.mgf", run="RUN"), SpectrumPairs(tmp_path)):
+        entries = [entry for entry in reader.entries() if isinstance(entry, Entry)]
+        found = [entry.arrays.get("others.retention_s", np.zeros(0)).tolist() for entry in entries]
+        for entry in entries:
+            assert_same(reader.read(entry.place), entry.arrays)
+        assert found[2] == []
+        assert [set(found[at]) <= {[70.0, 60.0, 0, 90.0, 80.0][at]} for at in (0, 1, 3, 4)] == [True] * 4
+        assert any(found)
+
+
+def test_splits_by_murcko_scaffold_keep_molecules_with_the_same_rings_together(tmp_path: Path) -> None:
+    molecules = {  # of five scaffolds: benzene, pyridine, naphthalene, cyclohexane and none
+        "Cc1ccccc1": "benzene", "InChI=1S/C6H6O/c7-6-4-2-1-3-5-6/h1-5,7H": "benzene", "CCc1ccncc1": "pyridine",
+        "c1ccc2ccccc2c1": "naphthalene", "OC1CCCCC1": "cyclohexane", "CCO": "", "CCCCN": "", "n/a": None, "C1CC": "bad",
+    }  # fmt: skip
+    blocks = [
+        f"BEGIN IONS\nTITLE={at}\nPEPMASS=99\nSMILES={text}\n50 1\nEND IONS\n" for at, text in enumerate(molecules)
+    ]
+    (tmp_path / "x.mgf").write_text("".join(blocks))
+    entries = list(Spectra(tmp_path / "x.mgf", murcko="smiles").entries())
+    splits = [entry.split for entry in entries if isinstance(entry, Entry)]
+    assert splits[0] == splits[1] != ""
+    assert splits[5:] == ["train", "train", ""]
+    assert isinstance(entries[-1], Rejection)
+    many = {scaffold_split(f"C1{'C' * size}C1") for size in range(1, 60)}
+    assert many == {"train", "val", "test"}
+
+
+def test_without_rdkit_splits_by_scaffold_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaffolds, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError) as refused:
+        Spectra(library(tmp_path / "x.mgf"), murcko="inchikey")
+    assert refused.value.where == "data.options.murcko"
+    assert "pip install" in refused.value.remedy
 
 
 def test_an_item_draws_one_of_its_candidates_by_its_own_numbers(tmp_path: Path) -> None:

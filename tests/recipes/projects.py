@@ -56,6 +56,7 @@ def recipe_of(name: str, card: str, *, structures: bool = False) -> Recipe:
 COMPLEX = recipe_of("complex_docking", "3xa100-80gb", structures=True)
 RNA = recipe_of("rna_ligand", "rtx4090")
 SPECTRA = recipe_of("spectra_finetune", "2xrtx4090")
+PRETRAIN = recipe_of("spectra_pretrain", "h200-141gb")
 DENOVO = recipe_of("denovo_recursive", "rtx4090")
 PAIR = recipe_of("contrastive_pair", "16GiB")
 ENCODER = recipe_of("encoder_finetune", "rtx4090")
@@ -64,10 +65,11 @@ TIMES = {
     "complex_docking": 1,
     "rna_ligand": 2,
     "spectra_finetune": 5,
+    "spectra_pretrain": 5,
     "denovo_recursive": 4,
     "contrastive_pair": 4,
 }
-ALL = {recipe.name: recipe for recipe in (COMPLEX, RNA, SPECTRA, DENOVO, ENCODER, PAIR)}
+ALL = {recipe.name: recipe for recipe in (COMPLEX, RNA, SPECTRA, PRETRAIN, DENOVO, ENCODER, PAIR)}
 
 
 def write(recipe: Recipe, folder: Path, items: int = 6) -> Path:

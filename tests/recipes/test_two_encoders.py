@@ -132,6 +132,10 @@ ENCODERS: dict[str, dict[str, Prepare]] = {
         "mended": as_it_stands,
         "as published": partial(as_it_stands, settings=options(as_published=True, classes=8)),
     },
+    "spectra_pretrain": {
+        "mended": as_it_stands,
+        "as published": partial(as_it_stands, settings=options(as_published=True)),
+    },
     "encoder_finetune": {"fair-esm's, by LoRA": as_it_stands, "transformers', its top": another_checkpoint},
 }
 CASES = [pytest.param(ALL[name], how, id=f"{name}-{how}") for name, hows in ENCODERS.items() for how in hows]

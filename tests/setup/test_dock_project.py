@@ -31,7 +31,8 @@ def test_published_weights_need_no_project_and_say_their_sizes_to_which_typed_op
     config = read_config(write_dock_project(Path("out"), docking, read_config(None, ["data.path=."]))).config
     assert (config.embed.context, config.train.options) == ("partner", {**sizes, "final_noise": True})
     assert (config.cluster.executor, config.train.split) == ("local", None)
-    assert config.train.predict.options.items() >= {"samples": 3, "temperature": 2.439, "psi": 0.5, "ode": True}.items()
+    drawn = ComplexDocking(**config.train.options | config.train.predict.options)
+    assert (drawn.samples, drawn.temperature, drawn.psi, drawn.ode) == (3, 2.439, 0.5, True)
     assert load_pretrained(ComplexDocking(**config.train.options).model(), Path("score.pth")).is_whole
     torch.save({"elsewhere.weight": torch.zeros(2)}, "other.pth")
     with pytest.raises(ConfigError, match="docking model"):

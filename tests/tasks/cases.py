@@ -18,6 +18,7 @@ from pipeline.tasks.encoder_finetune import TOKENS, EncoderFinetune
 from pipeline.tasks.interface import Interface
 from pipeline.tasks.rna_ligand import RnaLigandContrast
 from pipeline.tasks.spectra_finetune import SpectraFinetune
+from pipeline.tasks.spectra_pretrain import SpectraPretrain
 from pipeline.training.step.contrastive import make_step
 from pipeline.training.step.optimizers import StepSettings
 from tests.tasks import docking_items, items
@@ -76,6 +77,24 @@ def spectrum(seed, peaks=30, target=(1.0, -2.0)):
         "peaks.intensity": rng.uniform(0.01, 1, peaks).astype(np.float32),
         "precursor_mz": np.array(rng.uniform(200, 900), np.float32),
         "target": np.array(target, np.float32),
+    }
+
+
+PRETRAIN = SpectraPretrain(
+    layers=2, heads=2, d_fourier=12, d_peak=4, finest=1e-2, fourier_width=8, max_peaks=20, classes=50, dropout=0.0
+)
+
+
+def paired(seed, *sizes):
+    """Return a spectrum with others of its run."""
+    others = [spectrum(seed + 10 * number, size) for number, size in enumerate(sizes, 1)]
+    return spectrum(seed) | {
+        "retention_s": np.array(60.0 * seed, np.float32),
+        "other.mz": np.concatenate([one["peaks.mz"] for one in others]),
+        "other.intensity": np.concatenate([one["peaks.intensity"] for one in others]),
+        "other.spectrum": np.repeat(np.arange(len(sizes), dtype=np.int16), sizes),
+        "others.precursor_mz": np.stack([one["precursor_mz"] for one in others]),
+        "others.retention_s": np.arange(len(sizes), dtype=np.float32) + 100,
     }
 
 
@@ -214,6 +233,11 @@ def cases() -> dict[str, Case]:
         "spectra, as published": of_values(
             replace(SPECTRA, as_published=True, classes=50, head="fingerprint", targets=2, summed=True), MIXED_SPECTRA,
             [{"peaks": 60, ITEMS: 1}, {"peaks": 60, ITEMS: 24}], layers=("layers.0", "layers.1", "layers.2"),
+        ),
+        "pre-training": of_values(
+            PRETRAIN, [paired(1, 30), paired(2, 5, 9), paired(3, 40)],
+            [{"peaks": 20, ITEMS: 1}, {"peaks": 20, ITEMS: 24}],
+            layers=("layers.0", "layers.1"),
         ),
         "de novo": of_values(
             replace(DENOVO, sigma=5.0, latent_steps=1, supervision_steps=2), MIXED_PEPTIDES,

@@ -21,6 +21,7 @@ from pipeline.tasks.encoder_finetune import EncoderFinetune
 from pipeline.tasks.interface import Interface
 from pipeline.tasks.rna_ligand import RnaLigand, RnaLigandContrast
 from pipeline.tasks.spectra_finetune import SpectraFinetune
+from pipeline.tasks.spectra_pretrain import SpectraPretrain
 from pipeline.training.step.checkpointing import repeated
 from tests.memory.tracing.traced import tracer, true_peak
 from tests.tasks import cases
@@ -154,12 +155,14 @@ IMAGES = {"left": "images", "right": "text"}
 SENSELESS = {  # of each task, options of which the first makes no sense
     Interface: [{"width": 0}, {"dropout": 1.0}, {"contact_weight": INF}, {"pair_layers": -1}],
     ComplexDocking: [
-        {"scalars": 0}, {"samples": 0}, {"temperature": 0.0}, {"translation_least": NAN}, {"rotation_most": 0.001},
+        {"scalars": 0}, {"samples": 0}, {"temperature": 0.0}, {"actual_steps": 21},
+        {"translation_least": NAN}, {"rotation_most": 0.001},
     ],
     SpectraFinetune: [
         {"targets": 0}, {"max_peaks": 0}, {"layers": -1}, {"finest": 0.0}, {"finest": 1e-7}, {"finest": NAN},
         {"dropout": 1.0}, {"heads": 8, "d_fourier": 979},
     ],
+    SpectraPretrain: [{"masked": 1.5}, {"gamma": 0.5}, {"classes": 1}, {"heads": 7}, {"order_weight": NAN}],
     DenovoRecursive: [
         {"width": 0}, {"heads": 4, "width": 50}, {"width": 32, "heads": 4}, {"latent_steps": 0}, {"max_peaks": 0},
         {"longest": 0}, {"bin_size": 0.0}, {"sigma": NAN}, {"spectrum_weight": -1.0},

@@ -157,14 +157,18 @@ class SamplingSteps:
     steps: int = 20
     ode: bool = False  # follow the probability flow: nothing is drawn after the start
     final_noise: bool = False  # in the last step
-    temperature: float = 1.0  # the original's were 2.439, and 0.216, 0.593 and 0.228 for the next three
+    temperature: float = 1.0
     psi: float = 0.0  # how much more noise is added and taken away
     data_translation: float = 0.5  # where the data's own spread is between the least and the most noise
     data_rotation: float = 0.5
+    actual_steps: int = 0  # stop after so many of the steps; 0: do all
 
     def times(self) -> list[float]:
-        """Return the time at which each step begins."""
-        return [1 - step / self.steps for step in range(self.steps)]
+        """Return the time at which each step that is done begins."""
+        return [1 - step / self.steps for step in range(self.actual_steps or self.steps)]
+
+
+LOW_TEMPERATURE = {"temperature": 2.439, "psi": 0.216, "data_translation": 0.593, "data_rotation": 0.228}  # the paper's
 
 
 class PoseDraw(NamedTuple):
@@ -231,9 +235,9 @@ def sampled_poses(
 
     A pose is the same to the last bit whatever other poses are moved, if one is moved at once.
     """
-    pos_PL3 = start_PL3
-    for step, time in enumerate(how.times()):
-        is_noisy = not how.ode and (how.final_noise or step < how.steps - 1)
+    pos_PL3, times = start_PL3, how.times()
+    for step, time in enumerate(times):
+        is_noisy = not how.ode and (how.final_noise or step < len(times) - 1)
         scores = score(pos_PL3, pos_PL3.new_tensor([time]))
         noises = (draw.translation_S3[:, step], draw.rotation_S3[:, step]) if is_noisy else ()
         move = partial(_moved, time=time, how=how, schedule=schedule)

@@ -24,7 +24,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.tasks.task_parts import WHERE, OriginalForm, at_least_single, highest, most_intense, padded_rows, refuse
+from pipeline.tasks.task_parts import (
+    WHERE,
+    OriginalForm,
+    at_least,
+    at_least_single,
+    divided,
+    dropout_of,
+    highest,
+    most_intense,
+    padded_rows,
+    refuse,
+    require,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +49,8 @@ if TYPE_CHECKING:
 HEAVIEST = 1000.0  # m/z: the longest period of the waves; masses are also given as fractions of it
 REGRESSION, BINARY, FINGERPRINT, EMBEDDING = "regression", "binary", "fingerprint", "embedding"
 HEADS = (REGRESSION, BINARY, FINGERPRINT, EMBEDDING)
+FINEST, COARSEST = 1e-5, 0.25  # Da: 50,000 waves, and 1
+SIZES = ("layers", "heads", "d_fourier", "d_peak", "feedforward", "fourier_width", "fourier_layers", "head_depth")
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,13 @@ class PeakSizes:
     @property
     def width(self) -> int:
         return self.d_fourier + self.d_peak
+
+    def check_sizes(self) -> None:
+        """Refuse sizes of which there is no network."""
+        at_least(self, dict.fromkeys(SIZES, 1))
+        dropout_of(self)
+        require(FINEST <= self.finest <= COARSEST, self, "finest", f"from {FINEST} to {COARSEST} Da")
+        divided(self.width, self.heads)
 
 
 class Peaks(NamedTuple):
@@ -339,7 +360,7 @@ class DreamsForm(OriginalForm):
         return {name.removeprefix(BACKBONE) if name.startswith(bare) else name: theirs[name] for name in theirs}
 
 
-PEAKS, PRECURSOR, TARGET, MOLECULE = "peaks", "precursor_mz", "target", "molecule"
+PEAKS, PRECURSOR, TARGET, MOLECULE, RETENTION = "peaks", "precursor_mz", "target", "molecule", "retention_s"
 RELATED = ("positive", "negative")
 OF_PRECURSOR = 1.1  # its intensity, which no peak has
 
@@ -371,6 +392,7 @@ class SpectrumRows(NamedTuple):
     mz_P: Tensor
     intensity_P: Tensor
     molecule: Tensor  # 0: not known
+    retention_s: Tensor  # NaN: not known
 
 
 def own_rows(item: ItemTensors, most: int) -> SpectrumRows:
@@ -378,7 +400,8 @@ def own_rows(item: ItemTensors, most: int) -> SpectrumRows:
     mz_P, intensity_P = most_intense(item, most)
     precursor = item.values.get(PRECURSOR, mz_P.new_zeros(())).reshape(1).to(mz_P.dtype).nan_to_num(0.0)
     molecule_1 = item.values.get(MOLECULE, torch.zeros(1)).reshape(1).long()
-    return _with_precursor(precursor, mz_P, intensity_P, molecule_1[0])
+    retention_s = item.values.get(RETENTION, mz_P.new_tensor(math.nan))
+    return _with_precursor(precursor, mz_P, intensity_P, molecule_1[0], retention_s)
 
 
 def related_rows(item: ItemTensors, role: str, most: int) -> SpectrumRows | None:
@@ -390,13 +413,14 @@ def related_rows(item: ItemTensors, role: str, most: int) -> SpectrumRows | None
     is_drawn_P = values[f"{role}.spectrum"] == drawn
     mz_P, intensity_P = (values[f"{role}.{name}"][is_drawn_P].float() for name in ("mz", "intensity"))
     molecule_C = values.get(f"{role}s.{MOLECULE}", torch.zeros(count, dtype=torch.long))
+    retention_C = values.get(f"{role}s.{RETENTION}", torch.full((count,), math.nan))
     precursor_1 = values[axis][drawn : drawn + 1].float()
-    return _with_precursor(precursor_1, *highest(mz_P, intensity_P, most), molecule_C[drawn])
+    return _with_precursor(precursor_1, *highest(mz_P, intensity_P, most), molecule_C[drawn], retention_C[drawn])
 
 
-def _with_precursor(precursor_1: Tensor, mz_P: Tensor, intensity_P: Tensor, molecule: Tensor) -> SpectrumRows:
+def _with_precursor(precursor_1: Tensor, mz_P: Tensor, intensity_P: Tensor, *known: Tensor) -> SpectrumRows:
     intensity_P = torch.cat([intensity_P.new_tensor([OF_PRECURSOR]), intensity_P])
-    return SpectrumRows(torch.cat([precursor_1, mz_P]), intensity_P, molecule)
+    return SpectrumRows(torch.cat([precursor_1, mz_P]), intensity_P, *known)
 
 
 def padded_peaks(spectra: Sequence[SpectrumRows], length: int = 0) -> Peaks:

@@ -154,6 +154,8 @@ def factor(schedule: ScheduleSection, step: int, steps: int) -> float:
         return (step + 1) / (schedule.warmup + 1)
     if schedule.kind == "constant":
         return 1.0
+    if schedule.kind == "inverse_sqrt":
+        return math.sqrt((schedule.warmup + 1) / (step + 1))
     done = min(1.0, (step - schedule.warmup) / max(1, steps - 1 - schedule.warmup))
     falling = 1 - done if schedule.kind == "linear" else (1 + math.cos(math.pi * done)) / 2
     return schedule.least + (1 - schedule.least) * falling

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
+from pipeline.tasks.complex_docking import ComplexDocking
 from pipeline.tasks.docking.rigid_diffusion import (
     NoiseSchedule,
     PoseDraw,
@@ -75,6 +77,33 @@ def test_a_step_from_each_of_the_originals_poses_by_its_scores_is_the_originals(
         start = start_poses(docking_complex("1Z0K")["ligand.pos"], draws_of(theirs), schedule)
         poses = sampled_poses(lambda *_, scores=scores: next(scores), start, draws_of(theirs), how, schedule)
         assert off(torch.stack(list(poses)), theirs["pose"]) < 1e-3, kind
+
+
+def test_actual_steps_end_a_trajectory_without_noise_in_the_last_one():
+    start_PL3, draw = torch.randn(1, 5, 3), stacked_draws([pose_draw(np.random.default_rng(0), 6)])
+    how = SamplingSteps(6, data_rotation=0.3)
+
+    def poses(how):
+        still = torch.zeros(1, 3)
+        return list(sampled_poses(lambda *_: (still, still), start_PL3, draw, how, NoiseSchedule()))
+
+    whole, cut = poses(how), poses(replace(how, actual_steps=4))
+    assert (len(whole), len(cut)) == (6, 4)
+    assert all(torch.equal(*pair) for pair in zip(whole[:3], cut[:3], strict=True))
+    assert torch.allclose(cut[3], cut[2], atol=1e-5)
+
+
+def test_published_weights_are_sampled_at_the_papers_temperature_by_default():
+    for options, low in (
+        ({"as_published": True}, True),
+        ({"as_published": True, "low_temperature": False}, False),
+        ({"low_temperature": True}, True),
+        ({}, False),
+    ):
+        task = ComplexDocking(**options)
+        found = (task.temperature, task.psi, task.data_translation, task.data_rotation)
+        assert found == ((2.439, 0.216, 0.593, 0.228) if low else (1, 0, 0.5, 0.5))
+    assert (ComplexDocking(as_published=True, temperature=1.654).psi) == 0
 
 
 def test_rmsds_are_the_originals():

@@ -15,7 +15,7 @@ from pipeline.tasks.spectra.spectra_measures import bit_figures, found_error
 from pipeline.tasks.spectra_finetune import SpectraContrast, SpectraFinetune
 from tests.readers.compared import hdf5_file
 from tests.reference import document, recorded
-from tests.tasks.originals import peak_model, peaks_of, tokens_of
+from tests.tasks.originals import peak_model, peaks_of
 from tests.tasks.reader_items import batch_of as laid_out
 
 SMALL: dict[str, Any] = {
@@ -70,27 +70,6 @@ def test_triplets_are_the_originals(margin, key):
     ((total, weight),) = task.loss(peak_model("contrastive"), batch).values()
     assert weight == 4
     assert float(total / weight) == pytest.approx(float(recorded("dreams/outputs")[f"contrastive.{key}"]), rel=1e-5)
-
-
-@torch.no_grad()
-def test_the_outputs_that_are_kept_of_pre_training_have_the_loss_of_the_original():
-    inputs, outputs, model = recorded("dreams/inputs"), recorded("dreams/outputs"), peak_model()
-    sums, precursors = [], []
-    for number in "12":
-        tokens_BLD = tokens_of(model, peaks_of(inputs[f"pretrain.spec_mask_{number}"]))
-        is_masked_BL = inputs[f"pretrain.mask_{number}"]
-        class_M = (inputs[f"pretrain.spec_real_{number}"][..., 0][is_masked_BL] / 0.5).round().long().clamp(max=1999)
-        assert torch.equal(class_M, outputs[f"pretrain.class_{number}"])
-        logit_MC = model.pretraining.mass(tokens_BLD[is_masked_BL])
-        share_M = logit_MC.softmax(-1).gather(-1, class_M.unsqueeze(-1)).squeeze(-1)
-        sums.append(((1 - share_M) ** 5 * -share_M.log()).mean())
-        precursors.append(tokens_BLD[:, 0])
-        mean = outputs[f"pretrain.focal_{number}"].mean()
-        assert float(sums[-1]) == pytest.approx(float(mean), rel=1e-5)
-    order = model.pretraining.order(torch.cat(precursors, -1)).squeeze(-1)
-    of_order = torch.nn.functional.binary_cross_entropy_with_logits(order, inputs["pretrain.ro_label"])
-    total = 0.8 * (sums[0] + sums[1]) / 2 + 0.2 * of_order
-    assert float(total) == pytest.approx(float(outputs["pretrain.loss"]), rel=1e-5)
 
 
 @torch.no_grad()

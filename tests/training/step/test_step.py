@@ -311,6 +311,13 @@ def test_a_falling_rate_ends_at_its_least(kind: str, middle: float) -> None:
     assert factor(schedule, 99, 11) == pytest.approx(0.1)
 
 
+def test_an_inverse_square_root_after_the_warm_up_is_dreams_own_schedule() -> None:
+    """Its rates at these steps, counted from 1, in units of the highest (tests/reference/dreams/hparams.json)."""
+    schedule = ScheduleSection(kind="inverse_sqrt", warmup=4999)
+    theirs = {1: 0.0002, 10: 0.002, 2500: 0.5, 5000: 1.0, 10_000: 0.7071067811865475, 20_000: 0.5}
+    assert {step: factor(schedule, step - 1, 1) for step in theirs} == pytest.approx(theirs)
+
+
 def test_every_group_gets_its_share_of_its_own_rate_however_often() -> None:
     first, second = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [first], "lr": 0.5}, {"params": [second], "lr": 0.1}])
