@@ -58,6 +58,17 @@ def test_the_settings_of_a_demo_are_the_recipes_own_but_for_what_makes_it_small(
     assert small.train.options["layers"] < whole.train.options["layers"]
 
 
+def test_a_file_in_the_way_of_a_demo_is_named_with_a_remedy(
+    pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("taken").touch()
+    refused = pipeline("demo", "taken/demo")
+    assert refused.code == 2
+    assert "taken/demo" in refused.err
+    assert "next: pipeline demo DIR" in refused.err
+
+
 def test_a_recipe_that_does_not_exist_is_refused_and_nothing_is_written(
     pipeline: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -376,11 +376,11 @@ def unwritable(out: Path, error: OSError, remedy: str) -> ConfigError:
 
 @contextmanager
 def written_to(out: Path, remedy: str = "choose a writable file on a disk with free space") -> Iterator[None]:
-    """Refuse a file that was asked for, where it turns out that the disk is full or may not be written."""
+    """Refuse a file that was asked for, where the disk is full or may not be written, or a file is in the way."""
     try:
         yield
     except OSError as error:
-        if error.errno in FULL or error.errno in _READ_ONLY:
+        if error.errno in (*FULL, *_READ_ONLY, errno.ENOTDIR, errno.EEXIST, errno.EISDIR):
             raise unwritable(out, error, remedy) from error
         raise
 
