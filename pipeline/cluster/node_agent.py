@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 MEETING = "meeting.json"
 CONNECT_S, SEND_S, IDLE_S = 5.0, 60.0, 3600.0
+ANSWER_S = 40.0  # of an executor on a busy machine
 # A node that lost its power does not say so: after 15 s of silence it is asked, and is lost 20 s later.
 ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 RECEIVE_BYTES = 1 << 16
@@ -119,7 +120,7 @@ def _connect(meeting: dict[str, Any], node: int) -> tuple[Link, dict[str, Any]]:
         try:
             link = Link(socket.create_connection((address, meeting["port"]), CONNECT_S))
             link.send(token=meeting["token"], node=node)
-            said = link.next(CONNECT_S)
+            said = link.next(ANSWER_S)
             if hmac.compare_digest(str(said.get("answer")).encode(), meeting["answer"].encode()):
                 return link, said
             trouble = f"{address}: another program answers"
