@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.codec import read_plain, recall, remember, write_plain
+from pipeline.command_line import Command
 from pipeline.dataset.reader_items import is_reader
 from pipeline.errors import ConfigError, PlanInfeasible
 from pipeline.journal.run_folder import writing_run
 from pipeline.planning.points import SWEEP, Point, points_in
-from pipeline.planning.prepare import has_input, known_plan, plan_asked, prepare
+from pipeline.planning.prepare import has_input, known_plan, plan_asked, prepare, validation_items
 from pipeline.planning.search import first_trials, point_of_trial
 from pipeline.project.project import Project, once
 from pipeline.project.user_code import plans_folder
@@ -81,6 +82,7 @@ def _planned(project: Project) -> tuple[Training, ...]:
         return (Training("", prepare(project)),)
     trainings = tuple(_plan_point(view, name) for name, view in views_of(project).items())
     if project.config.train.sweep.is_search:
+        _refuse_unvalidated(next(iter(views_of(project).values())), trainings[0])
         return trainings
     known: dict[str, str] = {}
     for training in trainings:
@@ -108,10 +110,20 @@ def _plan_point(project: Project, name: str) -> Training:
 
 def plan_trial(project: Project, point: Point, others: Sequence[Training]) -> Training:
     """Plan a trial of a search; none is trained twice, under two settings that decide nothing."""
-    training = replace(_plan_point(at(project, point), point.name), settings=point.settings)
+    view = at(project, point)
+    training = replace(_plan_point(view, point.name), settings=point.settings)
+    _refuse_unvalidated(view, training)
     model = training.prepared and training.prepared.name
     same = next((other for other in others if model and other.prepared and other.prepared.name == model), None)
     return replace(training, prepared=None, why=f"the same training as {same.name}") if same else training
+
+
+def _refuse_unvalidated(view: Project, training: Training) -> None:
+    """Raise for a trial that no validation would judge."""
+    if training.prepared and validation_items(view, training.prepared) is None:
+        what = f"a search needs validations, but no item is in split {view.config.train.validation.split!r}"
+        remedy = Command.of("data split --out splits.csv", then="   (and set data.splits to that file)")
+        raise ConfigError(what, where="train.validation.split", remedy=remedy)
 
 
 def _known_refusal(project: Project) -> _Refusal | None:

@@ -54,7 +54,9 @@ def killed_sweep(project: Project) -> Run:
 def killed_search(project: Project) -> Run:
     """Return the run of a search, of which a task and the supervisor that was to judge it were killed."""
     words = [f"--set=train.sweep.{key}={value}" for key, value in SEARCH.items()]
-    run = project.submits("train", "--set=train.seed=9", *words)
+    rows = [f"c{number},{'val' if number < 3 else 'train'}" for number in range(12)]
+    (project.folder / "splits.csv").write_text("\n".join(["id,split", *rows, ""]))
+    run = project.submits("train", "--set=data.splits=splits.csv", *words)
     until("a trained trial", lambda: finished(run), 900, run.story)
     until("another in training", lambda: processes_of(run, WORKER), 300, run.story)
     assert [pid for pid in processes_of(run, WORKER) if kill(pid)]
