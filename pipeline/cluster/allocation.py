@@ -225,8 +225,8 @@ class AllocationExecutor(PlacingExecutor):
         for key, _ in self._events.select(0) if self._agents else ():
             key.data()
         for node in self._agents:
-            if node.process is not None and node.process.poll() is not None:
-                self._lose(node)
+            if node.link is None and node.process is not None and node.process.poll() is not None:
+                self._lose(node)  # else its starter alone has ended, such as an idle connection of ssh
         waits = bool(self._waiting) and not self._pieces
         if waits and self._agents and not any(node.is_coming for node in self._agents):
             self._fail_hopeless()
@@ -242,7 +242,7 @@ class AllocationExecutor(PlacingExecutor):
         try:
             greeting = link.next(0)
             node = self._agents[greeting["node"]]
-            is_ours = hmac.compare_digest(greeting["token"].encode(), self._words["token"].encode())
+            is_ours = hmac.compare_digest(greeting["token"].encode(), self._words["token"].encode()) and not node.link
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             is_ours = False
         if not is_ours:
@@ -254,13 +254,8 @@ class AllocationExecutor(PlacingExecutor):
         asked = {"cpus": self._slots.cpus, "gpus": self._slots.gpus, "mem_bytes": self._slots.mem}
         machine = {name: own[name] if value == "auto" else value for name, value in asked.items()}
         env = {name: value for name, value in os.environ.items() if not OF_NODE.match(name) and name not in VISIBLE_TO}
-        node.send(
-            answer=self._words["answer"],
-            machine=machine,
-            env=env,
-            cwd=str(Path.cwd()),
-            grace_s=SHARE_OF_GRACE * self._grace_s,
-        )
+        first = {"answer": self._words["answer"], "machine": machine, "env": env, "cwd": str(Path.cwd())}
+        node.send(**first, grace_s=SHARE_OF_GRACE * self._grace_s)
 
     def _hear(self, node: AgentNode) -> None:
         """Take in what an agent says: first what its node lends, then the states of pieces."""

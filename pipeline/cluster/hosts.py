@@ -71,7 +71,7 @@ def find_allocation(section: AllocationSection) -> Allocation:
         what = f"this process runs in no allocation: none of these names a node: {', '.join(LOOKED_AT)}"
         remedy = Command.submit("all").with_settings(("cluster.allocation.hosts", "FILE"), then="   (a host a line)")
         raise ConfigError(what, where="cluster.executor", remedy=remedy)
-    ends_at = found.ends_at if section.time is None else time.time() + section.time
+    ends_at = found.ends_at if section.time is None else psutil.Process().create_time() + section.time
     return Allocation(found.hosts, section.start or found.start, ends_at)
 
 

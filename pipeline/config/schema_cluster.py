@@ -188,7 +188,7 @@ class AllocationSection(Section):
     start: tuple[Line, ...] = setting(
         (), "Command before a program on a node, with {host}. Empty: srun, pbs_tmrsh or pbsdsh, blaunch, or ssh."
     )
-    time: Duration | None = setting(None, "Time until the allocation ends. null: from Slurm, PBS or LSF.")
+    time: Duration | None = setting(None, "Time left when a command starts. null: from Slurm, PBS or LSF.")
     grace: Duration = setting(90, "Time before that end at which trainings save their state and the run stops.")
 
     def conflicts(self) -> Iterator[Conflict]:

@@ -68,7 +68,13 @@ class Dispatch:
         self._spending = Spending(folder.path.parent, Budget.of(config.cluster.budget))
 
     def adopt(self, stage: StageStatus) -> None:
-        """Take over the jobs of an earlier supervisor, and submit those that it announced without noting a job id."""
+        """Take over the jobs of an earlier supervisor, and submit those that it announced without noting a job id.
+
+        Of those that ended with it, tasks that had not started were no attempts.
+        """
+        for task in stage.work.values():
+            if not (self._executor.outlives or task.word.started):
+                task.job = None
         for live in stage.live:
             self._executor.adopt(live, job_of(self._folder, self._config, stage.jobs[live]))
         for job in list(stage.intents.values()):

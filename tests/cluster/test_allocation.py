@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline.cluster.allocation import AllocationExecutor
@@ -19,7 +20,7 @@ from pipeline.cluster.job_spec import TaskState
 from pipeline.config.schema_cluster import AllocationSection, SlotsSection
 from pipeline.errors import AllocationEnded, ConfigError, SubmissionRefused
 from tests.cluster.conftest import open_allocation
-from tests.cluster.programs import MIB, WAITS, finish, python, step_until
+from tests.cluster.programs import AWAIT, MIB, WAITS, finish, python, step_until
 
 SHOWS = "import os; print(os.environ.get('PIPELINE_NODE'), os.environ['HOST'], os.environ['CUDA_VISIBLE_DEVICES'])"
 FOUND = {
@@ -75,6 +76,30 @@ def test_a_task_on_several_nodes_and_then_the_loss_of_one(three: AllocationExecu
 
 
 BOTH = python(Path("logs"), "pass", cpus=2).request
+
+
+def test_a_starter_that_ends_costs_nothing_while_its_agent_answers(tmp_path: Path) -> None:
+    """A server may end a connection of ssh that is idle."""
+    (tmp_path / "hosts").write_text("here\n")
+    start = ("sh", "-c", 'setsid "$@" & sleep 600', "{host}")
+    section = AllocationSection(hosts=tmp_path / "hosts", start=start, grace="1s")
+    with AllocationExecutor(section, SlotsSection(), tmp_path) as executor:
+        job = executor.submit(python(tmp_path, f"{AWAIT}await_file('{tmp_path}/go')"))
+        step_until(executor, lambda: executor.status([job])[0].state is TaskState.RUNNING)
+        (node,) = executor._agents
+        assert node.process is not None
+        os.killpg(node.process.pid, signal.SIGKILL)
+        node.process.wait()
+        executor.step(0)
+        (tmp_path / "go").touch()
+        assert (finish(executor, job)[0].state, node.starts) == (TaskState.COMPLETED, 1)
+
+
+def test_the_time_of_an_allocation_counts_from_the_start_of_this_process(tmp_path: Path) -> None:
+    """Planning takes minutes, and opens the nodes more than once."""
+    (tmp_path / "hosts").write_text("here\n")
+    section = AllocationSection(hosts=tmp_path / "hosts", time="1h")
+    assert find_allocation(section).ends_at == pytest.approx(psutil.Process().create_time() + 3600, abs=1)
 
 
 def test_it_stops_before_the_end(tmp_path: Path) -> None:

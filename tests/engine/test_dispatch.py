@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from pipeline.cluster.job_spec import Job, Limits, TaskState, TaskStatus, format_ranges
+from pipeline.cluster.local import LocalExecutor
 from pipeline.cluster.verdict import Cause
 from pipeline.config.load import read_config
 from pipeline.config.schema import Config
@@ -120,10 +121,22 @@ def test_a_job_that_is_refused_without_the_nodes_that_failed_is_submitted_to_all
             raise SubmissionRefused("Requested node configuration is not available")
         return "8"
 
-    executor = cast("Any", SimpleNamespace(submit=submit, limits_of=lambda *_: Limits()))
+    executor = cast("Any", SimpleNamespace(outlives=True, submit=submit, limits_of=lambda *_: Limits()))
     run = told.status
     Dispatch(told.folder, config_of(), executor, run, told.supervisor.emit).adopt(run.stages["scan"])
     assert submitted == [("n1",), ()]
+
+
+def test_a_task_that_never_started_before_its_executor_ended_has_had_no_attempt(config_of):
+    """Each allocation may end before the last tasks start: they are not given up."""
+    config = config_of()
+    told = Told(config.cluster.runs, "scan", tasks=2)
+    told.job("gone.1", [0, 1])
+    told.worker(0, EventKind.TASK_STARTED, host="n1")
+    run = told.status
+    with LocalExecutor() as executor:
+        Dispatch(told.folder, config, executor, run, told.supervisor.emit).adopt(run.stages["scan"])
+    assert [task.job for task in run.stages["scan"].work.values()] == ["gone.1", None]
 
 
 def test_of_ranks_only_that_which_died_is_said_to_have_been_on_anything(config_of):
