@@ -34,7 +34,6 @@ DIRECTIVE = "#SBATCH "
 PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]*-]+")  # needs no quotes in a header
 NAME = re.compile(r"[A-Za-z0-9._+-]{1,200}")
 VARIABLE = re.compile(r"(\$(?:\{[A-Za-z_][A-Za-z0-9_]*\}|[A-Za-z_][A-Za-z0-9_]*))")
-REQUEUE = f"{DIRECTIVE}--requeue"
 OFFSET = re.compile(r"^offset=(\d+)$", re.MULTILINE)
 LOG = "%A_%a"  # how a task's log begins
 PYTHON = "python3"  # the interpreter inside an image

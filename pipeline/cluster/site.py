@@ -192,11 +192,6 @@ class Site:
         return (leading_number(self.setting("MaxArraySize")) or None) if size == "auto" else int(size)
 
     @property
-    def requeues_first(self) -> bool:
-        """Whether a job that asks for it starts again before all others after its node failed (Slurm 25.11)."""
-        return "enable_expedited_requeue" in self.setting("SchedulerParameters")
-
-    @property
     def counts_memory(self) -> bool | None:
         """Whether memory is a consumable resource, as cores are; None if unknown."""
         how = self.settings.get("SelectTypeParameters")

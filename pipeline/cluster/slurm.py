@@ -80,12 +80,7 @@ class SlurmExecutor:
         job = self.site.placed(job)
         limits = self.site.refuse(job)
         text = sbatch.template(job.name, ranks=job.request.ranks)
-        script = sbatch.render(text, job, self.site.profile, highest_task=limits.highest_task)
-        return (
-            script.replace(f"{sbatch.REQUEUE}\n", f"{sbatch.REQUEUE}=expedite\n", 1)
-            if self.site.requeues_first
-            else script
-        )
+        return sbatch.render(text, job, self.site.profile, highest_task=limits.highest_task)
 
     def starts(self, job: Job) -> float | None:
         """Ask sbatch when a job would start, without submitting it; raise SubmissionRefused if it never would."""
