@@ -50,7 +50,9 @@ class Recomputing:
         def run(*args: Any, **kwargs: Any) -> Any:
             if place >= self.blocks:
                 return forward(*args, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            # A compiled graph takes no such contexts, and changes buffers once anyway
+            apart = {} if torch.compiler.is_compiling() else {"context_fn": contexts}
+            return checkpoint(forward, *args, use_reentrant=False, **apart, **kwargs)
 
         run.runs_again = True  # type: ignore[attr-defined]  # a copy of the block must not run the block itself
         return run

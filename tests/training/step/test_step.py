@@ -151,6 +151,15 @@ def test_any_number_of_checkpointed_blocks_changes_no_bit() -> None:
         assert all(torch.equal(one, other) for one, other in zip(expected, trained(blocks), strict=True)), blocks
 
 
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # that Dynamo looks at
+def test_a_compiled_model_is_checkpointed_and_counts_no_batch_twice() -> None:
+    step = Step(Normed(), StepSettings(checkpointing=2))
+    step.model.compile(backend="aot_eager")
+    step.run(cut(data(), [24]))
+    assert [int(buffer) for name, buffer in step.model.named_buffers() if name.endswith("tracked")] == [1] * 4
+
+
 @pytest.mark.parametrize("rung", [1, 2, 3])
 def test_a_remedy_for_one_micro_batch_changes_no_gradient(rung: int) -> None:
     settings = StepSettings(optimizer="sgd", learning_rate=0.1)
