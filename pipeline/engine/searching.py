@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from pipeline.cluster.job_spec import format_ranges
 from pipeline.codec import plain
 from pipeline.dataset.worklist import StageSurvey, read_shards
+from pipeline.errors import PlanInfeasible
 from pipeline.journal.run_status import State, Trial
-from pipeline.planning.search import is_due, next_settings, point_of_trial
+from pipeline.planning.search import SPACE, is_due, next_settings
 from pipeline.planning.trainings import plan_trial, read_trainings, view_of, write_trainings
 from pipeline.records import EventKind
 from pipeline.stages.jobs import first_job, on_cards
@@ -22,7 +23,7 @@ from pipeline.stages.trained import point_result
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from pipeline.cluster.job_spec import Executor, JobId
@@ -51,6 +52,7 @@ class Search:
             is_next = is_due(project.config.train.sweep, asked)
             settings = next_settings(project.config, asked) if is_next else None
             if settings is None:
+                _refuse_untrained(asked)
                 return len(status.work) > before
             self._ask(project, stage, status, settings)
 
@@ -58,10 +60,9 @@ class Search:
         """Plan a trial, and record it."""
         number, task = len(status.asked), len(status.work)
         others = read_trainings(self._folder)[:number]
-        point = point_of_trial(project.config, settings)
-        training = plan_trial(project, point, others)
+        training = plan_trial(project, settings, others)
         write_trainings(self._folder, [*others, training])
-        trial, counts, job = Trial(number, point.name, point.settings), {"refused": 1}, {}
+        trial, counts, job = Trial(number, training.name, settings), {"refused": 1}, {}
         if training.prepared is not None:
             share = share_of(project, training)
             counts = {"items": share.end, "cached": share.start, "missing": share.items}
@@ -96,6 +97,13 @@ class Search:
         if ended.state is State.DONE and ended.value is None:
             return replace(ended, state=State.FAILED, why=f"no validation {status.search['monitor']}")
         return ended
+
+
+def _refuse_untrained(asked: Sequence[Trial]) -> None:
+    """Raise for a search of which no trial can be trained."""
+    if all(trial.state is State.INFEASIBLE for trial in asked):
+        what = f"none of {len(asked)} trials can be trained, such as {asked[0].name}: {asked[0].why}"
+        raise PlanInfeasible(what, where=SPACE)
 
 
 def awaited(status: StageStatus) -> list[JobId]:

@@ -3,6 +3,7 @@
 They follow from `train.seed`, the space and the earlier trials alone. Trial n learns from the trials up to
 n - at_once, and waits for them; later ones count as running, even where they have ended. So neither kills nor the
 order in which trainings end change what is asked, and a search that is submitted again finds the models of its trials.
+Pruning is an exception: what it ends follows from how far others are.
 """
 
 from __future__ import annotations
@@ -146,18 +147,22 @@ def _trial(
     return optuna.trial.create_trial(state=state, params=params, distributions=dict(space), **about)
 
 
+def name_of_trial(settings: Mapping[str, Any]) -> str:
+    """Return the name of a trial's point."""
+    return named(settings, short_names(settings), value_as_written)
+
+
 def point_of_trial(config: Config, settings: Mapping[str, Any]) -> Point:
-    """Return the point of a trial."""
-    name = named(settings, short_names(settings), value_as_written)
+    """Return the point of a trial; raise ConfigError where its settings do not go together."""
+    name = name_of_trial(settings)
     return Point(name, settings, config_at(bare(config), settings, name))
 
 
-def first_trials(config: Config) -> tuple[Point, ...]:
-    """Return the points of the trials that begin a search, which wait for no result."""
-    sweep, points, asked = config.train.sweep, list[Point](), list[Trial]()
+def first_trials(config: Config) -> tuple[Mapping[str, Any], ...]:
+    """Return the settings of the trials that begin a search, which wait for no result."""
+    sweep, asked = config.train.sweep, list[Trial]()
     while len(asked) < sweep.at_once and is_due(sweep, asked):
         if (settings := next_settings(config, asked)) is None:
             break
-        points.append(point_of_trial(config, settings))
-        asked.append(Trial(len(asked), points[-1].name, settings))
-    return tuple(points)
+        asked.append(Trial(len(asked), name_of_trial(settings), settings))
+    return tuple(trial.settings for trial in asked)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from pipeline.codec import read_plain, recall, remember, write_plain
 from pipeline.command_line import Command
 from pipeline.dataset.reader_items import is_reader
-from pipeline.errors import ConfigError, PlanInfeasible
+from pipeline.errors import CacheUnusable, ConfigError, PlanInfeasible
 from pipeline.journal.run_folder import writing_run
 from pipeline.planning.points import SWEEP, Point, points_in
-from pipeline.planning.prepare import has_input, known_plan, plan_asked, prepare, validation_items
-from pipeline.planning.search import first_trials, point_of_trial
+from pipeline.planning.prepare import code_of, has_input, known_plan, plan_asked, prepare, validation_items
+from pipeline.planning.search import first_trials, name_of_trial, point_of_trial
 from pipeline.project.project import Project, once
 from pipeline.project.user_code import plans_folder
 from pipeline.stage_names import StageName
@@ -50,9 +50,24 @@ class _Refusal:
 @once
 def views_of(project: Project) -> dict[str, Project]:
     """Return the project of each training by its name: of each point of a sweep, of a search of its first trials."""
-    is_search = project.config.train.sweep.is_search
-    points = first_trials(project.config) if is_search else points_in(project.config)
-    return {point.name: at(project, point) for point in points} or {"": project}
+    if project.config.train.sweep.is_search:
+        return _first_views(project)
+    return {point.name: at(project, point) for point in points_in(project.config)} or {"": project}
+
+
+def _first_views(project: Project) -> dict[str, Project]:
+    """Return the projects of a search's first trials whose settings go together; raise where those of none do."""
+    views, refusals = dict[str, Project](), list[ConfigError]()
+    for settings in first_trials(project.config):
+        try:
+            view = at(project, point_of_trial(project.config, settings))
+            code_of(view)  # loads the task
+            views[name_of_trial(settings)] = view
+        except ConfigError as error:
+            refusals.append(error)
+    if not views:
+        raise refusals[0]
+    return views
 
 
 def view_of(project: Project, training: Training) -> Project:
@@ -80,10 +95,12 @@ def plan_trainings(project: Project) -> tuple[Training, ...] | None:
 def _planned(project: Project) -> tuple[Training, ...]:
     if not project.config.train.sweep.is_used:
         return (Training("", prepare(project)),)
-    trainings = tuple(_plan_point(view, name) for name, view in views_of(project).items())
     if project.config.train.sweep.is_search:
-        _refuse_unvalidated(next(iter(views_of(project).values())), trainings[0])
-        return trainings
+        trials = list[Training]()
+        for settings in first_trials(project.config):
+            trials.append(plan_trial(project, settings, trials))
+        return tuple(trials)
+    trainings = tuple(_plan_point(view, name) for name, view in views_of(project).items())
     known: dict[str, str] = {}
     for training in trainings:
         model = training.prepared.name if training.prepared else training.name
@@ -108,10 +125,16 @@ def _plan_point(project: Project, name: str) -> Training:
         return Training(name, None, refusal.why)
 
 
-def plan_trial(project: Project, point: Point, others: Sequence[Training]) -> Training:
-    """Plan a trial of a search; none is trained twice, under two settings that decide nothing."""
-    view = at(project, point)
-    training = replace(_plan_point(view, point.name), settings=point.settings)
+def plan_trial(project: Project, settings: Mapping[str, Any], others: Sequence[Training]) -> Training:
+    """Plan a trial of a search: none is trained whose settings do not go together, or twice."""
+    name = name_of_trial(settings)
+    try:
+        view = views_of(project).get(name) or at(project, point_of_trial(project.config, settings))
+        training = replace(_plan_point(view, name), settings=settings)
+    except CacheUnusable:
+        raise
+    except ConfigError as error:
+        return Training(name, None, error.what, settings)
     _refuse_unvalidated(view, training)
     model = training.prepared and training.prepared.name
     same = next((other for other in others if model and other.prepared and other.prepared.name == model), None)

@@ -106,3 +106,16 @@ def test_a_search_that_is_killed_anywhere_asks_and_trains_as_if_it_was_not(tmp_p
     again = runs_in(tmp_path / "runs")[-1]
     assert [trial["settings"] for trial in trials_of(again)] == [trial["settings"] for trial in asked]
     assert to_do(tmp_path)["train"][1] == 0
+
+
+def test_trials_whose_settings_do_not_go_together_are_left_out(tmp_path: Path, pipeline: Command) -> None:
+    space = {"train.options.layers": [-1, 1], "train.options.width": [4, 8]}
+    sweep = {"search": "optuna", "space": space, "trials": 4, "at_once": 1}
+    sets = {**SETTINGS, "train__epochs": 1, "train__sweep": sweep}
+    write_project(tmp_path, sets, {}, ["train"] * 3 + ["val"] * 2)
+    assert pipeline("submit", "train", "--follow").code == 0
+    (stage,) = [stage for stage in json.loads(pipeline("status", "--json").out)["stages"] if stage["asked"]]
+    states = {trial["settings"]["train.options.layers"]: trial["state"] for trial in stage["asked"]}
+    assert states == {1: "done", -1: "infeasible"}
+    neither = json.dumps({**space, "train.options.layers": [-1, -2]})
+    assert pipeline("submit", "train", "--dry-run", "--set", f"train.sweep.space={neither}").code == 2

@@ -51,7 +51,7 @@ class Recomputing:
             if place >= self.blocks:
                 return forward(*args, **kwargs)
             # A compiled graph takes no such contexts, and changes buffers once anyway
-            apart = {} if torch.compiler.is_compiling() else {"context_fn": contexts}
+            apart: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": contexts}
             return checkpoint(forward, *args, use_reentrant=False, **apart, **kwargs)
 
         run.runs_again = True  # type: ignore[attr-defined]  # a copy of the block must not run the block itself
