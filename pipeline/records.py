@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+SEVERAL = "PIPELINE_NODES"  # in the environment of each task on an allocation of several nodes: how many
 NODE = "PIPELINE_NODE"  # in the environment of a task on several nodes: 0/2 and a name for this start
 LOWEST_COSINE = "lowest cosine to"  # begins the figure that says how close embeddings are; the reference follows
 NOT_FINITE = "is not finite"  # so a training that `train.nan: stop` ends says of a loss or a gradient

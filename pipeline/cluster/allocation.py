@@ -34,6 +34,7 @@ from pipeline.command_line import Command
 from pipeline.device.kinds import VISIBLE_TO
 from pipeline.errors import AllocationEnded, ConfigError, SubmissionRefused
 from pipeline.files import replacing
+from pipeline.records import SEVERAL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -254,6 +255,8 @@ class AllocationExecutor(PlacingExecutor):
         asked = {"cpus": self._slots.cpus, "gpus": self._slots.gpus, "mem_bytes": self._slots.mem}
         machine = {name: own[name] if value == "auto" else value for name, value in asked.items()}
         env = {name: value for name, value in os.environ.items() if not OF_NODE.match(name) and name not in VISIBLE_TO}
+        if len(self._agents) > 1:
+            env[SEVERAL] = str(len(self._agents))
         first = {"answer": self._words["answer"], "machine": machine, "env": env, "cwd": str(Path.cwd())}
         node.send(**first, grace_s=SHARE_OF_GRACE * self._grace_s)
 

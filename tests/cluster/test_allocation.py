@@ -22,7 +22,7 @@ from pipeline.errors import AllocationEnded, ConfigError, SubmissionRefused
 from tests.cluster.conftest import open_allocation
 from tests.cluster.programs import AWAIT, MIB, WAITS, finish, python, step_until
 
-SHOWS = "import os; print(os.environ.get('PIPELINE_NODE'), os.environ['HOST'], os.environ['CUDA_VISIBLE_DEVICES'])"
+SHOWS = "from os import environ; print(*(environ[f'PIPELINE_NODE{end}'] for end in ('', 'S')), environ['HOST'])"
 FOUND = {
     "PBS_NODEFILE": ("n1\nn1\nn2\n", (Host("n1"), Host("n2"))),
     "LSB_DJOB_HOSTFILE": ("n1\nn1\nn2\n", (Host("n1", 2), Host("n2"))),
@@ -61,7 +61,7 @@ def test_a_task_on_several_nodes_and_then_the_loss_of_one(three: AllocationExecu
     logs = [task.stdout, *(task.stdout.replace(".out", f"-{number}.out") for number in (1, 2))]
     said = [Path(log).read_text().split() for log in logs]
     assert [words[0] for words in said] == ["0/3", "1/3", "2/3"]
-    assert {words[2] for words in said} == {"node0", "node1", "node2"}
+    assert {words[3] for words in said} == {"node0", "node1", "node2"}
 
     job = three.submit(python(tmp_path, WAITS, nodes=2, ranks=1))
     step_until(three, lambda: len([node for node in three._agents if not node.slots.fit(BOTH)]) == 2)

@@ -21,6 +21,7 @@ import torch
 
 from pipeline.device.accelerator import Card, computing, is_card
 from pipeline.device.kinds import VISIBLE
+from pipeline.records import SEVERAL
 from pipeline.units import MIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 SIZE = 512  # of the matrices of the product
 APART_S = 60.0  # more than that between clocks makes the times in logs misleading
 WITHIN_S = 20.0  # nvidia-smi answers
-JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # a scheduler's job may get another node
+JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", SEVERAL)  # with one of them, a task may get another node
 
 # In the report of nvidia-smi
 BROKEN = {
@@ -44,7 +45,7 @@ SLOWED = ("clocks_event_reasons/clocks_event_reason", "clocks_throttle_reasons/c
 
 
 def may_get_another_node() -> bool:
-    """Tell whether this process is in a job of a scheduler."""
+    """Tell whether this process is in a job of a scheduler, or on one of several nodes."""
     return any(name in os.environ for name in JOBS)
 
 

@@ -142,11 +142,13 @@ def test_the_rank_that_all_wait_for_is_named() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("way", ["leave", "warn"])
-def test_a_job_of_a_scheduler_leaves_an_unfit_node(project_of: ProjectOf, full: Path, way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "where"), [("leave", "SLURM_JOB_ID"), ("leave", "PIPELINE_NODES"), ("warn", "PBS_JOBID")]
+)
+def test_a_job_of_a_scheduler_leaves_an_unfit_node(project_of: ProjectOf, full: Path, way: str, where: str) -> None:
     project = project_of("graph")
     project.sets(**TRAIN, cluster__train__unfit_node=way, cluster__supervisor__tries=1)
-    done = project.submits("train", TMPDIR=str(full), SLURM_JOB_ID="7")
+    done = project.submits("train", TMPDIR=str(full), **{where: "7"})
     stage = json.loads(project.types("status", "--json").out)["stages"][-1]
     assert (done.code != 0) == (way == "leave")
     assert [one["cause"] for one in stage["failures"]] == (["node"] if way == "leave" else [])
