@@ -282,6 +282,8 @@ def show_plan(submission: Submission, emit: Path | None) -> None:
             typer.echo("\n".join(outline_lines(script_outline(project, plan.stage, executor))))
         elif plan.survey.shards and not plan.counts().get("unplanned"):
             typer.echo(f"{plan.title}: memory {plan.job.why}")
+            if plan.job.shared:
+                typer.echo(f"{plan.title}: trainings share: {plan.job.shared}   (train.sweep.per_gpu)")
             for name, shard in zip(plan.survey.names, plan.survey.shards, strict=True) if plan.own else ():
                 mem = format_bytes(plan.own[name].ask.mem_bytes)
                 typer.echo(f"  {name}: {mem}, {shard.end - shard.start:,} steps to do")

@@ -173,6 +173,13 @@ class Job:
         return f"{stem}.out", f"{stem}.err"
 
 
+def log_beside(path: str, further: int) -> str:
+    """Return the path of the log of a task that is so many numbers further in the same job."""
+    job, _, name = path.rpartition("_")
+    index, dot, end = name.partition(".")
+    return f"{job}_{int(index) + further}{dot}{end}"
+
+
 @dataclass(frozen=True, slots=True)
 class TaskStatus:
     """What is known of one task; None where nothing is known (yet)."""

@@ -196,6 +196,14 @@ class SweepSection(Section):
     )
     grace: int = setting(3, "Epochs before a point can be pruned.", ge=1)
     parallel: int = setting(16, "Maximum number of points that train at once on a cluster.", ge=1)
+    per_gpu: AutoCount = setting(
+        1, "Points that share a GPU at once, each in its part of the memory. auto: as many as their plans let fit."
+    )
+
+    @property
+    def share(self) -> int:
+        """The number of equal parts of a GPU of which a plan gets one; `auto` follows from plans of the whole."""
+        return 1 if self.per_gpu == "auto" else self.per_gpu
 
     @property
     def is_search(self) -> bool:
@@ -208,6 +216,8 @@ class SweepSection(Section):
     def conflicts(self) -> Iterator[Conflict]:
         if self.is_search and self.points:
             yield "points", "and search exclude each other: set search: none to train given points"
+        if self.is_search and self.per_gpu != 1:
+            yield "per_gpu", "is for given points: each trial of a search has a GPU of its own"
         if self.is_search and not self.space:
             yield (
                 "space",

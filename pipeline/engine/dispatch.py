@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
-from pipeline.cluster.job_spec import TaskState, format_ranges, parse_ranges
+from pipeline.cluster.job_spec import TaskState, format_ranges, log_beside, parse_ranges
 from pipeline.cluster.verdict import Cause, judge_attempt
 from pipeline.codec import plain
 from pipeline.dataset import worklist
@@ -30,10 +30,11 @@ from pipeline.store.store import in_chunks
 from pipeline.units import format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pipeline.cluster.candidates import Candidate
     from pipeline.cluster.job_spec import Executor, Job, JobId, Limits, TaskStatus
+    from pipeline.cluster.verdict import Word
     from pipeline.command_line import Command
     from pipeline.config.schema import Config
     from pipeline.journal.attempts import Ask, TaskRecord
@@ -45,9 +46,10 @@ if TYPE_CHECKING:
 
     Emit: TypeAlias = Callable[..., None]
 
-GPU_PEAKS = ("device_peak_bytes", "gpu_used_bytes")  # figures of processes, as the next
+GPU_PEAKS = ("gpu_used_bytes", "device_peak_bytes")  # figures of all processes on a GPU, and of one
 PEAKS, BUSY = ("host_peak_bytes", "gpu_total_bytes", *GPU_PEAKS), "gpu_busy"
 MANY = 1 << 30
+GROUP_FAILED = (TaskState.COMPLETED, TaskState.FAILED, TaskState.OUT_OF_MEMORY)  # some of it, or none
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,16 @@ class Dispatch:
             self._executor.adopt(live, job_of(self._folder, self._config, stage.jobs[live]))
         for job in list(stage.intents.values()):
             self._submit(job)
+
+    @staticmethod
+    def of_tasks(status: StageStatus, reports: Iterable[TaskStatus]) -> list[TaskStatus]:
+        """Return a report for each task: those that run side by side have one in common, and logs of their own."""
+        found = []
+        for report in reports:
+            job = status.jobs.get(report.job)
+            group = next((group for group in job.groups if group[0] == report.task), None) if job else None
+            found += [_for_member(report, number) for number in group] if group else [report]
+        return found
 
     def collect(self, project: Project, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> int:
         """Record the attempts that have ended; return how many did."""
@@ -150,7 +162,7 @@ class Dispatch:
                 asks[task.number] = Next(1, task.first or plan.ask, plan.why)
         room = self._room(status)
         for job in self._jobs(project, stage, status, asks):
-            room -= len(parse_ranges(job.tasks))
+            room -= len(job.groups)
             if room < 0:
                 return
             affordable = self._affordable(job)
@@ -270,7 +282,11 @@ class Dispatch:
         for number in sorted(asks):
             alike.setdefault((asks[number], status.plan_of(number, planned)), []).append(number)
         room, parallel = self._room(status), stage.parallel(project.config)
-        cut = [(*alike_as, piece) for alike_as, due in alike.items() for piece in pieces(due, limits, room)]
+        cut = [
+            (following, plan, piece)
+            for (following, plan), due in alike.items()
+            for piece in pieces(due, limits, room, plan.sharing)
+        ]
         for following, plan, piece in cut:
             yield replace(
                 plan,
@@ -281,6 +297,7 @@ class Dispatch:
                 tag=f"{self._folder.unique}-{stage.name}-{sequence}",
                 tasks=format_ranges(piece),
                 attempt=following.attempt,
+                sharing=min(plan.sharing, len(piece)),
                 ask=following.ask,
                 why=following.why,
             )
@@ -319,7 +336,11 @@ def judged(
     assert task.ask is not None
     done, on = read_notes(folder, stage.name, report.task, task.attempt)
     word = replace(task.word, done=done)
-    verdict = judge_attempt(report, word, end_of(report.stderr) or "", asked_bytes=task.ask.mem_bytes)
+    log, sharing = end_of(report.stderr) or "", stage.jobs[report.job].sharing
+    if sharing > 1:
+        report = by_itself(report, word, sharing)
+        log = "" if report.exit_code == word.exit_code else log
+    verdict = judge_attempt(report, word, log, asked_bytes=task.ask.mem_bytes)
     cause = verdict.cause
     never_began = cause is Cause.CANCELLED and report.started is None and not report.node
     if cause in (Cause.ACTIVE, Cause.HELD) or (never_began and word.started):  # its end is on no record
@@ -336,7 +357,7 @@ def judged(
         log=report.stderr,
         exit_code=report.exit_code,
         peak_rss_bytes=max(verdict.peak_bytes or 0, on_node * int(highest.get("host_peak_bytes", 0))) or None,
-        gpu_peak_bytes=int(max(highest.get(name, 0) for name in GPU_PEAKS)) or report.gpu_bytes,
+        gpu_peak_bytes=int(max(highest.get(name, 0) for name in GPU_PEAKS[sharing > 1 :])) or report.gpu_bytes,
         gpu_total_bytes=int(highest.get("gpu_total_bytes", 0)) or None,
         gpu_busy=highest.get(BUSY, report.gpu_busy),
         ended_at=report.ended or time.time(),
@@ -370,12 +391,31 @@ def is_over(task: TaskStatus) -> bool:
     return task.state.ended or task.state is TaskState.UNKNOWN
 
 
-def pieces(due: Sequence[int], limits: Limits, room: int) -> Iterator[list[int]]:
-    """Cut ascending task numbers into arrays, within the limits on indexes and size and the room in the queue."""
+def pieces(due: Sequence[int], limits: Limits, room: int, sharing: int = 1) -> Iterator[list[int]]:
+    """Cut ascending task numbers into arrays, within the limits on indexes and size and the room in the queue.
+
+    So many share a place in the queue; the last, fewer than these, are a job of their own.
+    """
     span = (MANY if limits.highest_task is None else limits.highest_task) + 1
-    most = max(1, min(limits.job_tasks or MANY, room))
+    most = max(1, min(limits.job_tasks or MANY, room)) * sharing
     for _, group in groupby(due, key=lambda number: number // span):
-        yield from in_chunks(group, most)
+        for piece in in_chunks(group, most):
+            whole = len(piece) // sharing * sharing
+            yield from filter(None, (piece[:whole], piece[whole:]))
+
+
+def _for_member(report: TaskStatus, number: int) -> TaskStatus:
+    """Return the report of a group for one of its tasks."""
+    out, err = (log_beside(path, number - report.task) for path in (report.stdout, report.stderr))
+    return replace(report, task=number, stdout=out, stderr=err)
+
+
+def by_itself(report: TaskStatus, word: Word, sharing: int) -> TaskStatus:
+    """Return the report of a task that ran beside others: where its group only failed, how it ended itself."""
+    report = replace(report, peak_rss_bytes=None, gpu_bytes=None, cpu_s=report.cpu_s and report.cpu_s / sharing)
+    if report.state not in GROUP_FAILED or word.exit_code is None:
+        return report
+    return replace(report, state=TaskState.FAILED, exit_code=word.exit_code, signal=None)
 
 
 def highest_figures(stage: StageStatus, tasks: set[int]) -> dict[int, dict[str, float]]:

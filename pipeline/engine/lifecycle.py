@@ -310,4 +310,4 @@ def cancel_points(folder: RunFolder, config: Config, executor: Executor, tasks: 
     stage = StatusReader(folder).read().stages[StageName.TRAIN]
     for job in stage.live if executor.outlives else ():
         executor.adopt(job, job_of(folder, config, stage.jobs[job]))
-        executor.cancel([job], [number for number in tasks if stage.task(number).job == job])
+        executor.cancel([job], stage.cancelled_groups(job))

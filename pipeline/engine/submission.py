@@ -35,7 +35,7 @@ from pipeline.project.project import Project, open_executor, stays
 from pipeline.project.restriction import only_of, read_list
 from pipeline.stage_names import StageName
 from pipeline.stages import table
-from pipeline.stages.jobs import first_job, job_of, plan_stage, script_outline
+from pipeline.stages.jobs import first_job, job_of, plan_stage, script_outline, side_by_side
 from pipeline.stages.train import novelty
 from pipeline.store.maintenance.leftovers import refuse_unusable
 from pipeline.training.checkpoints.checkpoint import weights_file
@@ -238,7 +238,8 @@ def _check(submission: Submission, planning: Planning, note: Note) -> None:
         if not stage.has_tasks:
             continue
         _plan(stage, project, planning, note)
-        job = job_of(None, project.config, first_job(project, stage, executor))
+        first = first_job(project, stage, executor, tasks=stage.sharing(project))
+        job = job_of(None, project.config, side_by_side(project, stage, executor, first))
         check(job)
         requested, planned_bytes = job.request.mem_bytes or 0, stage.mem_bytes(project)
         if requested < NEARLY * planned_bytes:

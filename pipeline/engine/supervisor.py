@@ -268,7 +268,7 @@ class Supervisor:
     def _look_after(self, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> None:
         """Record the tasks that have ended, and submit what is due."""
         self._end_cancelled(status)
-        over = [task for task in changed if is_over(task)]
+        over = self.dispatch.of_tasks(status, filter(is_over, changed))
         self._listen(status, over)
         ended = self.dispatch.collect(self.project, stage, status, over)
         self._catch_up()
@@ -306,9 +306,9 @@ class Supervisor:
 
     def _end_cancelled(self, status: StageStatus) -> None:
         """End the tasks that were cancelled by hand and are under way: submitted before that was known, or here."""
-        for task in status.work.values():
-            if task.cancelled and task.job:
-                self._cancel([task.job], [task.number])
+        for job in status.live:
+            if groups := status.cancelled_groups(job):
+                self._cancel([job], groups)
 
     def _judge(self, stage: Stage, status: StageStatus) -> None:
         """End a stage: judge it by the content of the store, never by the reports of its tasks."""

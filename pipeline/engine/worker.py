@@ -31,6 +31,7 @@ from pipeline.config.load import from_resolved
 from pipeline.config.masking import without_secrets
 from pipeline.dataset.reader_items import ITEMS_READ
 from pipeline.device.kinds import VISIBLE
+from pipeline.engine.side_by_side import run_side_by_side
 from pipeline.errors import CacheFull, NodeUnfit, PipelineError
 from pipeline.journal.ledger import Ledger, Note
 from pipeline.journal.run_folder import RunFolder
@@ -87,6 +88,8 @@ def main(words: Sequence[str]) -> int:
         signal.signal(number, _stop)
     arguments = _parse(words)
     folder = RunFolder(Path(arguments.run))
+    if arguments.beside:  # none of these starts again in its job
+        return run_side_by_side(words, folder, arguments) if arguments.ended is None else 0
     place, node = _place(arguments), NodePlace.of(os.environ)
     writer = f"{arguments.stage}-{arguments.task:06d}" + (
         f"-{place.rank}" if place else f"-node{node.number}" if node.number else ""
@@ -152,6 +155,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--mem", type=int, default=0, help="bytes available to this attempt")
     parser.add_argument("--shrink", type=int, default=0, help="how many times to halve the batch budget")
     parser.add_argument("--careful", action="store_true", help="one item at a time")
+    parser.add_argument("--beside", help="all tasks of this job: several run side by side")
+    parser.add_argument("--sharing", type=int, default=1, help="how many of these this one starts, itself the first")
     parser.add_argument("--part", help="this process of all processes, such as 0/2")
     parser.add_argument("--meeting", default="", help="the shared start name of cooperating processes")
     parser.add_argument("--ended", type=int, help="the exit code of the processes of this task")

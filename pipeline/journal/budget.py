@@ -165,12 +165,12 @@ def _took_s(task: TaskRecord, attempt: Attempt) -> float:
     return attempt.elapsed_s + attempt.earlier_s + unknown_s
 
 
-def _units(job: StageJob | None, unit: str) -> int:
+def _units(job: StageJob | None, unit: str) -> float:
     """Return how many cores or GPUs a task of a job has."""
     return (job or NO_JOB).cores if unit == "core" else (job or NO_JOB).cards
 
 
-def _most_s(job: StageJob, unit: str) -> int:
+def _most_s(job: StageJob, unit: str) -> float:
     """Return the most seconds of cores or GPUs that a task can take by its limit, which Slurm counts in minutes."""
     return _units(job, unit) * (-(-job.ask.time_s // 60) * 60 + ENDS_WITHIN_S)
 

@@ -83,7 +83,14 @@ class StageJob:
     where: str = ""  # why its tasks go to their partition
     nodes: int = 1  # of a task, as the next
     ranks: int = 1  # processes on each node, each with so many cpus
+    sharing: int = 1  # tasks that run side by side, sharing the GPUs
     at: float = 0.0
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The tasks that run side by side; the executor knows each group by its first task."""
+        tasks = parse_ranges(self.tasks)
+        return [tasks[first : first + self.sharing] for first in range(0, len(tasks), self.sharing)]
 
     @property
     def cores(self) -> int:
@@ -91,9 +98,14 @@ class StageJob:
         return self.cpus * self.ranks * self.nodes
 
     @property
-    def cards(self) -> int:
+    def cards(self) -> float:
         """GPUs of one task, on all of its nodes."""
-        return self.gpus * self.nodes
+        return self.gpus * self.nodes / self.sharing
+
+    @property
+    def shared(self) -> str:
+        """Say how many tasks run side by side; empty where none do."""
+        return f"{self.sharing} a {'GPU' if self.gpus else 'job'}" if self.sharing > 1 else ""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data; the time of submission is that of the event."""
@@ -340,6 +352,17 @@ class StageStatus:
     def live(self) -> list[JobId]:
         """Jobs with tasks that have not ended."""
         return list(dict.fromkeys(task.job for task in self.work.values() if task.job))
+
+    def cancelled_groups(self, job: JobId) -> list[int]:
+        """Return the first task of each group of a job in which all that have not ended were cancelled by hand.
+
+        A task that runs beside others is ended by the process that started it.
+        """
+        found = []
+        for group in self.jobs[job].groups:
+            going = [task for number in group if (task := self.task(number)).job == job]
+            found += group[:1] if going and all(task.cancelled for task in going) else []
+        return found
 
     def task_states(self) -> dict[State, int]:
         """Count the tasks by state; a split task counts by its parts."""

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from pipeline.cluster.job_spec import Executor
     from pipeline.config.schema import Config
     from pipeline.config.schema_cluster import CardSection as SiteCard
+    from pipeline.config.schema_train import TrainSection
+    from pipeline.memory.hardware.gpus import Device
     from pipeline.project.project import Project
 
 log = logging.getLogger(__name__)
@@ -70,15 +72,14 @@ def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
     resources = config.cluster.train
     ranks = resources.world
     if question.gpus:
-        return [_offer(text, ranks, config.train.memory_fraction) for text in question.gpus]
+        return [_offer(text, ranks, config.train) for text in question.gpus]
     if on_cpu:
         nodes = config.cluster.slurm.cards
         hosts = tuple(_host_card(question, node.partition or node.feature or "", node.mem) for node in nodes)
         return [Offer("memory of a node", ranks, hosts or (_host_card(question),))]
     if config.cluster.slurm.cards:
-        fraction = config.train.memory_fraction
         sites = config.cluster.slurm.cards
-        cards = tuple(_card(site.gres or site.feature or "", site.mem, ranks, fraction) for site in sites)
+        cards = tuple(card_of(_device(site), ranks, config.train) for site in sites)
         return [Offer(", ".join(card.name for card in cards), ranks, cards)]
     without = "without GPUs: --set cluster.train.gpus=0"
     if question.by_plan:
@@ -90,7 +91,12 @@ def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
     raise ConfigError(what, where="cluster.slurm.cards", remedy=remedy)
 
 
-def _offer(text: str, ranks: int, fraction: float | None = None) -> Offer:
+def card_of(gpu: Device, ranks: int, train: TrainSection) -> CardSpec:
+    """Return what a training may use of a GPU."""
+    return CardSpec.of(gpu, ranks, fraction=train.memory_fraction, share=train.sweep.share)
+
+
+def _offer(text: str, ranks: int, train: TrainSection) -> Offer:
     """Read what was typed: 3xa100-40gb, or 3xa100-40gb,v100-32gb for a job that may get either."""
     parts = [_OFFER.findall(part.strip())[0] for part in text.split(",")]
     counts = {int(count) for count, _ in parts if count} or {ranks}
@@ -98,25 +104,26 @@ def _offer(text: str, ranks: int, fraction: float | None = None) -> Offer:
     if counts or ranks < 1:
         problem = "names several numbers of GPUs" if counts else "asks for no GPU"
         raise ConfigError(f"{text!r} {problem}", where="--gpu", remedy="write 2xa100-80gb, a100-80gb or 24GiB")
-    cards = tuple(CardSpec.of(device(name), ranks, fraction=fraction) for _, name in parts)
+    cards = tuple(card_of(device(name), ranks, train) for _, name in parts)
     return Offer(f"{ranks} x {', '.join(card.name for card in cards)}", ranks, cards)
 
 
-def _card(name: str, mem_bytes: int, ranks: int, fraction: float | None = None) -> CardSpec:
-    """Return a card of the cluster: its speed by its name, its memory by the configuration."""
+def _device(site: SiteCard) -> Device:
+    """Return a GPU of the cluster: its speed by its name, its memory by the configuration."""
+    name = site.gres or site.feature or ""
     try:
         known = device(name)
     except ConfigError:
-        known = replace(device(f"{mem_bytes >> 20}MiB"), name=name or f"{mem_bytes >> 30} GiB")
-    return CardSpec.of(replace(known, usable_bytes=min(known.usable_bytes, mem_bytes)), ranks, fraction=fraction)
+        known = replace(device(f"{site.mem >> 20}MiB"), name=name or f"{site.mem >> 30} GiB")
+    return replace(known, usable_bytes=min(known.usable_bytes, site.mem))
 
 
 def site_card(config: Config, card: CardSpec) -> SiteCard | None:
     """Return the section of the cluster's configuration by which a job asks for a card."""
     if not card.caching:
         return next((site for site in config.cluster.slurm.cards if card.name in (site.partition, site.feature)), None)
-    named = {site.gres or site.feature or "": site for site in config.cluster.slurm.cards}
-    return next((site for name, site in named.items() if name and _card(name, site.mem, 1).name == card.name), None)
+    named = (site for site in config.cluster.slurm.cards if site.gres or site.feature)
+    return next((site for site in named if _device(site).name == card.name), None)
 
 
 def waits(question: Question, offers: Sequence[Offer], mem_bytes: int) -> Iterator[tuple[str, float]]:
@@ -146,7 +153,7 @@ def _host_card(question: Question, name: str = "", mem_bytes: int | None = None)
     if mem_bytes is None:
         mem_bytes = ASSUMED_BYTES
         log.warning("Slurm reports no memory of a node: %s are assumed (cluster.train.mem)", format_bytes(mem_bytes))
-    mem_bytes //= resources.ranks_per_node
+    mem_bytes //= resources.ranks_per_node * (question.config.train.sweep.share if resources.mem == "auto" else 1)
     process_bytes = train_need(TrainingJob(gpu=False), question.baseline).total_bytes
     budget = int((mem_bytes - process_bytes) / (1 + STEP_SLACK + LIVE_ONLY[Provenance.ASSUMED] / 2))
     if budget <= 0:

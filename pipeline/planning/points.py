@@ -160,9 +160,9 @@ def points_in(config: Config) -> tuple[Point, ...]:
 
 
 def bare(config: Config) -> dict[str, Any]:
-    """Return a configuration as JSON data, without its sweep."""
+    """Return a configuration as JSON data, without its sweep, but for the part of a GPU that a plan gets."""
     plain: dict[str, Any] = json.loads(dump_resolved(config))
-    plain["train"]["sweep"] = {}
+    plain["train"]["sweep"] = {"per_gpu": config.train.sweep.per_gpu}
     return plain
 
 

@@ -33,6 +33,7 @@ from pipeline.files import read_json, write_whole
 from pipeline.journal.run_folder import writing_run
 from pipeline.keys import content_digest
 from pipeline.memory.history import torch_version
+from pipeline.memory.planning.memory_plan import weakest
 from pipeline.planning.sampled_items import with_draws
 from pipeline.planning.task_contract import GRAPH
 from pipeline.planning.training_work import Work, sizes_of
@@ -127,6 +128,8 @@ def plan_facts(project: Project, table: str) -> dict[str, Any]:
         "code": package_digest(),
         "torch": torch_version(),
     }
+    if (share := config.train.sweep.share) > 1:
+        asked["share"] = share
     if (pretrained := pretrained_digest(project)) is not None:
         asked["pretrained"] = pretrained
     if sampling := _sampling_of(project):
@@ -145,7 +148,7 @@ def _planned(project: Project, table: str) -> Prepared:
     with project.open_executor() as executor:
         question = Question(config=project.config, project=project, executor=executor, beside=project.beside)
         outlook = plan_training(question)
-    train, plan = project.config.train, outlook.plan
+    train, plan, card = project.config.train, outlook.plan, weakest(outlook.offer.cards)
     stages = train.stages
     last_epochs = train.epochs - sum(stage.epochs for stage in stages.values())
     phases = tuple(
@@ -181,6 +184,8 @@ def _planned(project: Project, table: str) -> Prepared:
         allocator=plan.allocator.settings,
         heap_bytes=outlook.host.kept_bytes,
         step_s=plan.step_s.value,
+        workspace_bytes=card.workspace_bytes,
+        process_bytes=card.process_bytes,
         remedies=plan.remedies,
         crop=plan.crop,
         skipped=skipped,

@@ -33,10 +33,10 @@ from pipeline.memory.hardware.host_memory import TrainingJob, kept_bytes, staged
 from pipeline.memory.history import Suggestion
 from pipeline.memory.outlook import EVERY, PLANNING, RunFacts, TrainOutlook, lint
 from pipeline.memory.planning.budget_search import ChoiceMemory
-from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Offer
+from pipeline.memory.planning.memory_plan import DataSizes, Offer
 from pipeline.memory.planning.planner import CurriculumStage, compare_offers, plan_stages
 from pipeline.memory.planning.step_estimates import SETTINGS, ahead_bytes, compare_configurations, reserve
-from pipeline.planning.offers import NAME, Question, is_known, offers_of, waits
+from pipeline.planning.offers import NAME, Question, card_of, is_known, offers_of, waits
 from pipeline.planning.probe import measured_pace, measured_ratios, probe
 from pipeline.planning.sampled_items import with_draws
 from pipeline.planning.training_work import (
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from pipeline.memory.footprint import StandingFootprint
     from pipeline.memory.hardware.host_memory import HostNeed
     from pipeline.memory.outlook import Probed
-    from pipeline.memory.planning.memory_plan import Configuration, MemoryPlan, PlannedOffer, PlanRequest
+    from pipeline.memory.planning.memory_plan import CardSpec, Configuration, MemoryPlan, PlannedOffer, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
     from pipeline.training.items.item_table import ItemTable
 
@@ -211,8 +211,7 @@ class _PlanningCase:
         """Return cards of the usual sizes, to compare with; none for a CPU."""
         if self.work.device == CPU:
             return []
-        fraction = self.config.train.memory_fraction
-        return [CardSpec.of(device(name), self.offers[0].ranks, fraction=fraction) for name in COMPARED]
+        return [card_of(device(name), self.offers[0].ranks, self.config.train) for name in COMPARED]
 
     def plans(self) -> dict[str, MemoryPlan]:
         """Plan every stage of the curriculum, corrected by earlier measurements of this model on these cards."""

@@ -14,6 +14,7 @@ from pipeline.command_line import Command
 from pipeline.dataset.reader_items import is_reader
 from pipeline.errors import CacheUnusable, ConfigError, PlanInfeasible
 from pipeline.journal.run_folder import writing_run
+from pipeline.memory.planning.memory_plan import part_of_card
 from pipeline.planning.points import SWEEP, Point, points_in
 from pipeline.planning.prepare import code_of, has_input, known_plan, plan_asked, prepare, validation_items
 from pipeline.planning.search import first_trials, name_of_trial, point_of_trial
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from pipeline.journal.run_folder import RunFolder
 
+PER_GPU = "train.sweep.per_gpu"
+MOST_SHARING = 8  # with `auto`: more would mostly wait for one another
 REFUSAL = "refused plan"  # the name of what is remembered
 REFUSED_FOR_S = 3600.0  # after which memory that is free now, or another node, may let it pass
 
@@ -39,6 +42,7 @@ class Training:
     prepared: Prepared | None
     why: str = ""  # there is no plan, and what helps
     settings: Mapping[str, Any] = field(default_factory=dict)  # of a trial
+    sharing: int = 1  # trainings on a GPU, each in its part of the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,9 @@ def _planned(project: Project) -> tuple[Training, ...]:
         if known.setdefault(model, training.name) != training.name:  # what differs between them decides nothing
             what = f"{known[model]} and {training.name} are the same training, {model}"
             raise ConfigError(what, where=SWEEP, remedy="remove one of the two")
+    if (share := project.config.train.sweep.share) > 1 and (without := [one for one in trainings if not one.prepared]):
+        what = f"{share} trainings do not share a GPU here, as {without[0].name} does not fit: {without[0].why}"
+        raise PlanInfeasible(what, where=PER_GPU, remedy=Command.submit("train").with_settings((PER_GPU, "auto")))
     if not any(training.prepared for training in trainings):
         what = f"none of {len(trainings)} points fits, such as {trainings[0].name}: {trainings[0].why}"
         raise PlanInfeasible(what, where=SWEEP)
@@ -167,6 +174,34 @@ def unplanned(project: Project) -> list[str]:
         for name, view in views_of(project).items()
         if has_input(view) and not (known_plan(view) or _known_refusal(view))
     ]
+
+
+def sharing_of(project: Project) -> int:
+    """Return how many points share a GPU, once they are planned: as configured, or as many of the largest as fit."""
+    sweep, resources, plans = project.config.train.sweep, project.config.cluster.train, known_plans(project)
+    if not (sweep.points and plans):
+        return 1
+    if sweep.per_gpu != "auto":
+        return sweep.per_gpu
+    if resources.world != 1 or not resources.gpus:
+        return 1
+    fitting = ((plan.held_bytes + plan.process_bytes) // plan.taken_bytes for plan in plans)
+    return max(1, min(MOST_SHARING, len(plans), *fitting))
+
+
+def in_parts(project: Project, trainings: Sequence[Training]) -> list[Training]:
+    """Return the trainings, each with the limits of its part of a GPU."""
+    sharing = sharing_of(project)
+    parts = sharing // project.config.train.sweep.share  # of what it was planned for
+    return [_in_part(training, sharing, parts) for training in trainings]
+
+
+def _in_part(training: Training, sharing: int, parts: int) -> Training:
+    prepared = training.prepared
+    if prepared and parts > 1:
+        held_bytes = part_of_card(prepared.held_bytes, prepared.process_bytes, parts)
+        prepared = replace(prepared, limit_bytes=held_bytes - prepared.workspace_bytes)
+    return replace(training, prepared=prepared, sharing=sharing)
 
 
 def write_trainings(folder: RunFolder, trainings: Sequence[Training]) -> None:

@@ -283,6 +283,7 @@ class Estimate:
     at_once: int
     cpus: int
     gpus: int
+    shared: str  # how many tasks run side by side, as `4 a GPU`
     mem_bytes: int
     time_s: int
     disk_bytes: int
@@ -336,6 +337,6 @@ def _estimate_row(stage: Estimate) -> tuple[Any, ...]:
     row = (stage.stage, work, counts["cached"], *((counts["missing"], stage.tasks) if is_known else (None, None)))
     if not stage.is_due or counts.get("unplanned"):
         return (*row, "", "")
-    gpus = [plural(stage.gpus, "GPU")] if stage.gpus else []
+    gpus = [stage.shared or plural(stage.gpus, "GPU")] if stage.shared or stage.gpus else []
     asked = [*gpus, plural(stage.cpus, "CPU"), short_bytes(stage.mem_bytes), short_seconds(stage.time_s)]
     return (*row, " · ".join(asked), None if stage.all_s is None else short_seconds(stage.all_s))

@@ -290,7 +290,8 @@ def progress_lines(stage: StageStatus, run: RunView) -> Iterator[str]:
             waits[0] += f" ({delayed})"
         left_s = run.left_s(stage)
         left = [f"about {format_seconds(left_s)} left"] if left_s and not stage.measured() else []
-        yield "; ".join([f"tasks: {where}", *waits, *left])
+        shared = list(dict.fromkeys(filter(None, (job.shared for job in stage.jobs.values()))))
+        yield "; ".join([f"tasks: {where}", *shared, *waits, *left])
     if best := stage.best_trial:
         yield f"best trial: {best.number}, {best.name}"
     # Of several processes of a script, the figures of the first.

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cluster.candidates import candidates_of, choose, why_there
 from pipeline.cluster.job_spec import TASK, Job, Request, format_ranges, parse_ranges
-from pipeline.errors import CacheUnusable, PlanInfeasible, SubmissionRefused
+from pipeline.command_line import Command
+from pipeline.errors import CacheUnusable, ClusterSilent, PlanInfeasible, SubmissionRefused
 from pipeline.files import whose
 from pipeline.journal.attempts import Ask
 from pipeline.journal.run_status import StageJob
 from pipeline.keys import recipe_tag
+from pipeline.planning.trainings import PER_GPU
 from pipeline.project.container_image import folders_inside
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import TASK_SERVER, WORKER, module_command
@@ -159,6 +161,7 @@ def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFo
     first = first_job(project, stage, executor, folder, max(1, len(survey.shards)))
     if folder is not None and survey.shards:
         first = on_cards(project, stage, executor, folder, first)
+    first = side_by_side(project, stage, executor, first)
     own = {name: _own_job(project, stage, executor, first, name, survey, folder) for name in survey.names}
     return StagePlan(stage, survey, limits_of(project.config, stage, executor, first.partition), first, own)
 
@@ -176,8 +179,29 @@ def _own_job(
     tasks = [number for number, shard in enumerate(survey.shards) if shard.of == name]
     job = first_job(stage.at(project, name), stage, executor, folder)
     ask = replace(job.ask, partition="") if first.partition else job.ask
+    ask = first.ask if first.sharing > 1 else ask  # equal ones, so that they share a job
     job = replace(job, tag=first.tag, tasks=format_ranges(tasks), ask=ask, where="" if first.partition else job.where)
-    return replace(job, card=first.card, partition=first.partition, constraint=first.constraint)
+    job = replace(job, card=first.card, partition=first.partition, constraint=first.constraint)
+    return replace(job, sharing=first.sharing)
+
+
+def side_by_side(project: Project, stage: Stage, executor: Executor, job: StageJob) -> StageJob:
+    """Return the job with as many tasks side by side as share its GPU, and as fit on a node."""
+    wanted = min(stage.sharing(project), len(parse_ranges(job.tasks)))
+    most, why = wanted, ""
+    while most > 1:
+        try:
+            executor.check(job_of(None, project.config, replace(job, tasks=f"0-{most - 1}", sharing=most)))
+            break
+        except ClusterSilent:
+            break
+        except SubmissionRefused as error:
+            most, why = most - 1, error.what
+    if why and project.config.train.sweep.per_gpu != "auto":
+        what = f"{wanted} trainings do not fit side by side on a node: {why}"
+        remedy = Command.submit(stage.name).with_settings((PER_GPU, str(most)))
+        raise PlanInfeasible(what, where=PER_GPU, remedy=remedy)
+    return replace(job, sharing=most)
 
 
 def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
@@ -320,9 +344,9 @@ def job_of(folder: RunFolder | None, config: Config, job: StageJob) -> Job:
         request = replace(request, ranks=ranks if resources.nodes * ranks > 1 else 0)  # it starts the others itself
     request = replace(
         request,
-        cpus=job.cpus * resources.ranks_per_node // ranks,
+        cpus=job.cpus * resources.ranks_per_node // ranks * job.sharing,
         gpus=job.gpus,
-        mem_bytes=ask.mem_bytes,
+        mem_bytes=ask.mem_bytes * job.sharing,
         time_s=ask.time_s,
         partition=ask.partition or job.partition or request.partition,
         constraint=job.constraint or request.constraint,
@@ -332,17 +356,20 @@ def job_of(folder: RunFolder | None, config: Config, job: StageJob) -> Job:
     words += ["--attempt", str(job.attempt), "--mem", str(ask.mem_bytes)]
     words += ["--shrink", str(ask.shrink)] if ask.shrink else []
     words += ["--careful"] if ask.careful else []
+    words += ["--beside", job.tasks, "--sharing", str(job.sharing)] if job.sharing > 1 else []
+    parallel = max(1, (job.parallel or resources.parallel) // job.sharing)
     return Job(
         name=job.stage,
         argv=(*module_command(WORKER, folder), *words),
-        tasks=tuple(parse_ranges(job.tasks)),
+        tasks=tuple(group[0] for group in job.groups),
         log_dir=str(folder.logs) if folder else "logs",
         request=request,
-        max_parallel=(job.parallel or resources.parallel) if config.cluster.executor == "slurm" else None,
+        max_parallel=parallel if config.cluster.executor == "slurm" else None,
         tag=job.tag,
         sees=folders_inside(config, folder.task_root if folder else None),
         fork_server=module_command(TASK_SERVER, folder) if folder and _is_before_forks(folder, config, job) else (),
-        fork_words=len(words) if job.attempt == 1 and _is_forked(config, stage) else 0,  # not what was killed
+        # not what was killed, nor what starts others
+        fork_words=len(words) if job.attempt == job.sharing == 1 and _is_forked(config, stage) else 0,
     )
 
 

@@ -220,6 +220,10 @@ class Stage(ABC):
         """Return the configured resources of a task."""
         return config.cluster.resources(self.name)
 
+    def sharing(self, project: Project) -> int:  # noqa: ARG002
+        """Return how many of its tasks run side by side in one job, sharing its GPU."""
+        return 1
+
     def parallel(self, config: Config) -> int:
         """Return how many of its tasks run at once on a cluster, at most."""
         return self.resources(config).parallel

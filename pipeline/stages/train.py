@@ -11,11 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.codec import write_plain
+from pipeline.command_line import Command
 from pipeline.config.masking import without_secrets_in
 from pipeline.dataset.early_items import refuse_other_width, refuse_sequences, refuse_unknown_splits
 from pipeline.dataset.loading import rows_of, source_of
 from pipeline.dataset.reader_items import refuse_crop, unmade
 from pipeline.dataset.worklist import Shard, StageSurvey, read_shard
+from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
@@ -37,10 +39,13 @@ from pipeline.planning.rank_setup import device_here, join_ranks, log_line, stag
 from pipeline.planning.search import refuse_unsearchable
 from pipeline.planning.training_work import Work, configs_of_stages
 from pipeline.planning.trainings import (
+    PER_GPU,
     Training,
+    in_parts,
     known_plans,
     plan_trainings,
     read_trainings,
+    sharing_of,
     view_of,
     views_of,
     write_trainings,
@@ -80,6 +85,7 @@ if TYPE_CHECKING:
     from pipeline.records import TaskContext
     from pipeline.stages.stage import Outcomes
     from pipeline.training.checkpoints.model_claim import ModelClaim
+    from pipeline.training.loop.train import Job
     from pipeline.training.ranks import Ranks
     from pipeline.training.step.step import Step
 
@@ -116,9 +122,15 @@ class TrainStage(Stage):
     def parallel(self, config: Config) -> int:
         return config.train.sweep.parallel if self.are_apart(config) else super().parallel(config)
 
+    def sharing(self, project: Project) -> int:
+        return sharing_of(project)
+
     def inspect(self, project: Project) -> None:
         """Raise where nothing can be trained: there are no structures, or the task cannot be loaded."""
-        train = project.config.train
+        train, world = project.config.train, project.config.cluster.train.world
+        if train.sweep.share > 1 and world > 1:
+            what = f"{train.sweep.share} trainings cannot share a GPU: each has {world} processes, one a GPU"
+            raise ConfigError(what, where=PER_GPU, remedy=Command.submit("train").with_settings((PER_GPU, "1")))
         if (prunes(project) or train.sweep.is_search) and train.validation.split is None:
             what = "a search and pruning need validations, but train.validation.split is null"
             raise ConfigError(what, where="train.sweep", remedy="set a split, or omit --prune")
@@ -145,7 +157,7 @@ class TrainStage(Stage):
             return unprepared(project, folder, len(views_of(project)))
         shares = [share_of(project, training) for training in trainings if training.prepared]
         if folder is not None:
-            write_trainings(folder, trainings)
+            write_trainings(folder, in_parts(project, trainings))
         cached, missing = (sum(getattr(share, name) for share in shares) for name in ("start", "items"))
         counts = {"items": cached + missing, "cached": cached, "missing": missing}
         counts |= {"refused": len(trainings) - len(shares)}
@@ -168,7 +180,9 @@ class TrainStage(Stage):
 
     def gpu_bytes(self, project: Project) -> int:
         """Return the memory that a GPU must have at least for every training: all go to the same."""
-        return max((prepared.reserved_bytes for prepared in known_plans(project)), default=0)
+        sharing = self.sharing(project)
+        each = (plan.taken_bytes if sharing > 1 else plan.reserved_bytes for plan in known_plans(project))
+        return sharing * max(each, default=0)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
         return training_recipe(project)
@@ -185,7 +199,7 @@ class TrainStage(Stage):
             settings, grace = view.config.train.validation, project.config.train.sweep.grace
             made = folder_of(view, own)
             prune = MedianStop(made, rivals, settings.monitor, lower=settings.lower_is_better, grace=grace)
-        yield from train_there(view, folder, own, tell, shard.start, prune)
+        yield from train_there(view, folder, own, tell, shard.start, prune, sharing=trainings[0].sharing)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Trained:  # noqa: ARG002
         """Return the result of each training, by its newest intact checkpoint, every byte of which is read."""
@@ -249,6 +263,8 @@ def train_there(
     tell: TaskContext,
     before: int,
     prune: MedianStop | None = None,
+    *,
+    sharing: int = 1,
 ) -> Outcomes:
     """Train as one of the ranks, after the first steps that were done `before`; `prune` may end it early."""
     from pipeline.training.loop.train import train
@@ -261,6 +277,7 @@ def train_there(
         with nullcontext() if claim is None else closing(claim):
             project = staged(project, partial(tables_of, project, prepared), ranks, tell, log_line)
             job = replace(job_of(project, folder, prepared, tell, ranks, mend), prune=prune, claim=claim)
+            job = job if sharing == 1 else in_its_part(job, device_here(project.config.cluster.train.gpus))
             with blamed(Work.of(project.config, beside=project.beside).task):
                 yield from train(job, before)
     except BaseException as error:
@@ -275,6 +292,20 @@ def _claimed(made: ModelFolder, folder: RunFolder) -> ModelClaim:
 
     with writing_run(made.path, "train.models"):
         return ModelClaim(made.writers, folder.path)
+
+
+def in_its_part(job: Job, device: str) -> Job:
+    """Return the job of a training that shares its GPU: torch holds it to its part of the memory.
+
+    What it measures of the GPU is of its neighbours, too, so that no later plan is made from it.
+    """
+    from pipeline.device.accelerator import Card
+
+    if device == CPU:
+        return job
+    fraction = min(1.0, job.prepared.held_bytes / Card(device).total_bytes)
+    train = job.train.model_copy(update={"memory_fraction": fraction})
+    return replace(job, train=train, remember=lambda _peak_bytes, _step_s: None)
 
 
 def job_of(

@@ -167,11 +167,8 @@ def swept_so_far(project: Project, folder: RunFolder) -> SweepResult:
             result.undone = 0
             point |= {"state": State.FAILED, "why": failed[training.name]}
         judged.points.append(point)
-        judged.items += result.items
-        judged.steps += result.steps
-        judged.epochs += result.epochs
-        judged.ooms += result.ooms
-        judged.undone += result.undone
+        for count in ("items", "steps", "epochs", "ooms", "undone"):
+            setattr(judged, count, getattr(judged, count) + getattr(result, count))
         judged.skipped = max(judged.skipped, result.skipped)  # mostly the same ones
         judged.left_out(result.damaged_items)
         judged.remarks = list(dict.fromkeys((*judged.remarks, *result.remarks)))

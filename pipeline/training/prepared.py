@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,6 +82,8 @@ class Prepared:
     skipped: tuple[int, ...] = ()  # items of the split that no plan can hold
     notes: tuple[str, ...] = ()
     step_s: float = 0.0  # as planned
+    workspace_bytes: int = 0  # of a GPU, that torch needs besides `limit_bytes`
+    process_bytes: int = 0  # of a GPU, that each process takes outside torch
 
     @property
     def epochs(self) -> int:
@@ -90,6 +93,16 @@ class Prepared:
     def reserved_bytes(self) -> int:
         """The memory that a GPU must have at least."""
         return max(phase.reserved_bytes for phase in self.phases)
+
+    @property
+    def held_bytes(self) -> int:
+        """The most that torch may hold of a GPU, with its workspaces."""
+        return self.limit_bytes + self.workspace_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """The memory of a GPU that the process is expected to take, with its margin and what is outside torch."""
+        return ceil(self.reserved_bytes * (1 + self.margin)) + self.workspace_bytes + self.process_bytes
 
     def phase_of(self, epoch: int) -> int:
         """Return the index of the phase of an epoch, counted from 0; of later ones, the last."""

@@ -256,6 +256,7 @@ def _estimate(project: Project, planned: StagePlan, executor: Executor, origins:
         at_once=at_once,
         cpus=planned.job.cpus,
         gpus=planned.job.gpus,
+        shared=planned.job.shared,
         mem_bytes=ask.mem_bytes,
         time_s=ask.time_s,
         disk_bytes=planned.survey.bytes,

@@ -256,3 +256,30 @@ def test_what_falls_behind_is_pruned_stays_so_and_goes_on_as_a_plain_training(th
     plain = ("--set", "train.learning_rate=1", "--set", "train.epochs=4", "--follow")
     typed(there, "submit", "--stage", "train", *plain)
     assert stage(pipeline)["census"]["epochs"] == 4
+
+
+@pytest.mark.nightly
+def test_points_that_share_a_job_are_their_plain_twins_bit_for_bit_and_one_that_fails_ends_no_other(
+    there: Path, pipeline: Command, tmp_path: Path
+) -> None:
+    models = tmp_path / "shared"
+    shared = ("--set", "train.sweep.per_gpu=2", "--set", f"train.models={models}", "--set", "cluster.train.cpus=1")
+    fails = ("--sweep", "train.options.fails=false,true")
+    typed(there, *SWEEP[:5], *fails, *shared, "--follow", code=7)
+    told = stage(pipeline)
+    states = {point["name"]: point["state"] for point in told["census"]["points"]}
+    assert states == {
+        f"seed={seed} fails={fails}": "done" if fails == "false" else "not done"
+        for seed in (0, 1)
+        for fails in ("false", "true")
+    }
+    first = [job for job in told["jobs"] if job["attempt"] == 1]
+    assert [(job["tasks"], job["sharing"]) for job in first] == [("0-3", 2)]
+    assert {failure["task"] for failure in told["failures"]} == {1, 3}
+    assert all("told to fail" in Path(failure["log"]).read_text() for failure in told["failures"])
+    alone = tmp_path / "alone"
+    settings = ("train.seed=1", "train.options.fails=false", f"train.models={alone}", "cluster.train.cpus=1")
+    words = [word for setting in settings for word in ("--set", setting)]
+    typed(there, "submit", "--stage", "train", *words, "--follow")
+    (twin,) = alone.iterdir()
+    assert weights(models / twin.name) == weights(twin)

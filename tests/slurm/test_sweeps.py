@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
-from tests.slurm.killed_sweep import POINTS, STEPS, TRIALS, finished, killed_search, killed_sweep, ready_to_sweep
+from tests.slurm.killed_sweep import (
+    POINTS,
+    STEPS,
+    TRIALS,
+    WORKER,
+    finished,
+    killed_search,
+    killed_sweep,
+    ready_to_sweep,
+)
 from tests.testkit.cluster import Cluster
-from tests.testkit.slurm_runs import Project, Run
+from tests.testkit.slurm_runs import Project, Run, kill, processes_of, until
 from tests.testkit.trained import weights
 
 pytestmark = [pytest.mark.slurm, pytest.mark.fault, pytest.mark.nightly, pytest.mark.timeout(1500)]
@@ -64,3 +74,32 @@ def test_a_search_whose_supervisor_and_task_are_killed_asks_and_trains_every_tri
     assert sorted(finished(run)) == [*range(TRIALS)]
     first = [job["tasks"] for job in stage["jobs"] if job["attempt"] == 1]
     assert sorted(map(int, first)) == [*range(TRIALS)]  # a job for each, once
+
+
+@pytest.fixture(scope="module")
+def shared(project: Project) -> Run:
+    """Return the run of six points, three a job, of which one was killed while it trained."""
+    other = Project(project.folder.with_name("shared"))
+    shutil.copytree(project.folder, other.folder, ignore=shutil.ignore_patterns("models", "runs"))
+    run = other.submits("train", "--sweep", "train.seed=10:16", "--set", "train.sweep.per_gpu=3")
+    until("some in training", lambda: len(processes_of(run, WORKER)) > 3, 300, run.story)
+    launchers = [pid for pid in processes_of(run, WORKER) if b"--beside" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert kill(next(pid for pid in processes_of(run, WORKER) if pid not in launchers))
+    run.ends(timeout_s=900)
+    return run
+
+
+def test_points_share_a_job_and_one_that_is_killed_is_resumed_while_the_others_end(shared: Run) -> None:
+    stage = shared.stage("train")
+    points = stage["census"]["points"]
+    assert [point["state"] for point in points] == ["done"] * 6
+    first = [job for job in stage["jobs"] if job["attempt"] == 1]
+    assert sorted((job["tasks"], job["sharing"]) for job in first) == [("0-5", 3)]
+    assert sorted(finished(shared)) == [*range(6)]  # none a second time
+    (failure,) = stage["failures"]
+    assert (failure["number"], failure["job"]) == (1, first[0]["id"])
+    (again,) = (job for job in stage["jobs"] if job["attempt"] == 2)
+    assert (again["tasks"], again["sharing"]) == (str(failure["task"]), 1)
+    for point in points:
+        lines = (shared.project.folder / "models" / point["model"] / "figures.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [*range(1, STEPS + 1)], point

@@ -65,6 +65,11 @@ class Device:
         cublas = _CUBLAS_HOPPER_BYTES if self.capability[0] in (9, 10, 12) else _CUBLAS_BYTES
         return _THREADS * (cublas + _CUBLASLT_BYTES)
 
+    @property
+    def process_bytes(self) -> int:
+        """Return what each process takes outside torch, the unknown included."""
+        return self.context_bytes + _LEAST_RESERVE_BYTES
+
     def budget_bytes(self, ranks: int = 1) -> int:
         """Return how much torch's caching allocator may reserve."""
         communicator_bytes = COMMUNICATOR_BYTES if ranks > 1 else 0

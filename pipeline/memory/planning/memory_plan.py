@@ -158,20 +158,30 @@ class CardSpec:
     launch_s: float = 7e-6  # between two kernels of eager torch
     caching: bool = True  # memory is held by the caching allocator; else live bytes are all there is
     notes: tuple[str, ...] = ()
+    workspace_bytes: int = 0  # of what torch may reserve, what is kept from `budget_bytes` for cuBLAS
+    process_bytes: int = 0  # what each process takes outside torch
 
     @classmethod
-    def of(cls, device: Device, ranks: int, *, fraction: float | None = None) -> CardSpec:
+    def of(cls, device: Device, ranks: int, *, fraction: float | None = None, share: int = 1) -> CardSpec:
         """Return the card for a known GPU; its budget leaves room for cuBLAS and, with several ranks, the reduction.
 
-        `fraction` is the share of the card's memory that a process may use.
+        `fraction` is the share of the card's memory that a process may use. Of `share` trainings on it, each gets an
+        equal part.
         """
         rates = {"fp32": device.fp32_flops}
         rates |= {"bf16": device.half_flops} if device.has_bf16 else {}
         rates |= {"fp16": device.half_flops} if device.has_fp16 else {}
         allowed_bytes = device.budget_bytes(ranks) if fraction is None else int(fraction * device.usable_bytes)
         withheld_bytes = device.workspace_bytes + (REDUCED_BYTES if ranks > 1 else 0)
-        budget_bytes = max(0, min(device.budget_bytes(ranks), allowed_bytes) - withheld_bytes)
-        return cls(device.name, device.usable_bytes, budget_bytes, rates, device.bandwidth, notes=device.notes)
+        held_bytes = part_of_card(min(device.budget_bytes(ranks), allowed_bytes), device.process_bytes, share)
+        budget_bytes = max(0, held_bytes - withheld_bytes)
+        made = cls(device.name, device.usable_bytes, budget_bytes, rates, device.bandwidth, notes=device.notes)
+        return replace(made, workspace_bytes=withheld_bytes, process_bytes=device.process_bytes)
+
+
+def part_of_card(held_bytes: int, process_bytes: int, share: int) -> int:
+    """Return what torch may hold in each of `share` processes, of what it may hold in one that is alone on a card."""
+    return (held_bytes + process_bytes) // share - process_bytes
 
 
 def weakest(cards: Sequence[CardSpec]) -> CardSpec:
@@ -186,6 +196,8 @@ def weakest(cards: Sequence[CardSpec]) -> CardSpec:
         launch_s=max(card.launch_s for card in cards),
         caching=any(card.caching for card in cards),
         notes=tuple(note for card in cards for note in card.notes),
+        workspace_bytes=max(card.workspace_bytes for card in cards),
+        process_bytes=max(card.process_bytes for card in cards),
     )
 
 

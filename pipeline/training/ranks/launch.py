@@ -23,6 +23,7 @@ from pipeline.waiting import wait_for
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import FrameType
+    from typing import IO
 
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)  # a cancellation or preemption; what comes before a limit
 LOOK_EVERY_S = 0.05
@@ -42,7 +43,7 @@ def launch_ranks(
 
     It is that of the first rank that failed by its own fault; 75 where some have more to do; else 0.
     """
-    ranks = _RankProcesses()
+    ranks = StartedProcesses()
     before = {number: signal.signal(number, ranks.forward) for number in FORWARDED}
     meeting, here = node.meeting or secrets.token_hex(8), world // node.nodes
     lent = [name for name in os.environ.get(VISIBLE, "").split(",") if name] or list(map(str, range(here)))
@@ -66,18 +67,20 @@ def launch_ranks(
     return [*failed, *sorted(ranks.ended.values(), key=lambda code: (code != GO_ON, -code))][0]
 
 
-class _RankProcesses:
-    """The rank processes of one start."""
+class StartedProcesses:
+    """The processes of one start, known by the order in which they were started."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.signals: list[int] = []  # that were sent on
         self.ended: dict[int, int] = {}  # codes by rank, the first to end first
 
-    def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start a rank, and send it the signals that came before."""
+    def start(
+        self, words: Sequence[str], environment: Mapping[str, str], logs: tuple[IO[bytes] | None, ...] = (None, None)
+    ) -> None:
+        """Start a process, and send it the signals that came before."""
         before = self.signals[:]
-        self.processes.append(rank := subprocess.Popen(words, env=environment))
+        self.processes.append(rank := subprocess.Popen(words, env=environment, stdout=logs[0], stderr=logs[1]))
         for number in before:
             rank.send_signal(number)
 
