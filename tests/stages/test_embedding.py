@@ -387,7 +387,7 @@ def test_a_process_that_was_killed_is_reported_as_a_shell_would(fasta, tmp_path)
     run = new_run(config, ["embed"])
     embed_stage.EmbedStage().survey(Project.open(config), run, at_once=1).write_shards(run, "embed")
     limit = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (0, 0))"  # the kernel kills what computes
-    (tmp_path / "sitecustomize.py").write_text(f"import sys\nif sys.argv[-1] == '1/2':\n    {limit}\n")
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nif '1/2' in sys.argv:\n    {limit}\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     task = [sys.executable, "-m", "pipeline.engine.worker", str(run.path), "embed", "0"]
     done = subprocess.run(task, env=environment, check=False)
