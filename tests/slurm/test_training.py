@@ -218,7 +218,8 @@ def test_a_rank_that_dies_again_before_a_new_step_gets_a_new_job(project: Projec
     stage = run.stage("train")
     (restart,), (failure,) = stage["restarts"], stage["failures"]
     assert (failure["done"] < restart["done"], len(stage["jobs"])) == (True, 2)
-    assert weights(model(run), STEPS) == peace
+    is_left_out = bool(stage["left_out"])  # an item that was in work both times
+    assert is_left_out is not (weights(model(run), STEPS) == peace)
     print(f"restarted in its job: next step after {until_next_step(run, restart['ended_at']):.1f} s")  # noqa: T201 - a figure of the docs
     print(f"in a new job: next step after {until_next_step(run, failure['ended_at']):.1f} s")  # noqa: T201 - a figure of the docs
 
