@@ -83,7 +83,7 @@ def trained(folder: Path, epochs: int = 30, later: int = 0) -> Told:
     told.job("7", [0], ask=LARGE, gpus=1, why="planned")
     phase = PhasePlan("all items", epochs, 5 * GIB, GIB, 6 * GIB, 10 * GIB, {"item": 1.0})
     prepared = Prepared(
-        "own-0123", {}, "00", "bf16", False, False, False, (phase,), 20 * GIB, 0.02, 1, 4, 8 * GIB, "planned", ""
+        "own-0123", {}, "00", "bf16", 0, False, False, (phase,), 20 * GIB, 0.02, 1, 4, 8 * GIB, "planned", ""
     )  # fmt: skip
     write_trainings(told.folder, (Training("", prepared),))
     config = read_config(folder / "pipeline.yaml").config

@@ -58,10 +58,10 @@ SLOW = ("2 loader threads on 1 CPU", "loading may be slower than training", "rai
 WARNED = LintFinding("cpus", Severity.WARNING, *SLOW, "")
 DUE, LATER = {"items": 1200, "cached": 200, "missing": 1000}, {"waiting": 25, "refused": 1}
 STAGES = [
-    Estimate("scan", NONE | {"items": 25, "cached": 25}, 0, 1, 1, 0, 0, 3600, 0, None, 0.0, {}),
-    Estimate("embed", NONE | DUE, 4, 2, 2, 1, 3 * GIB, 3600, GIB, 60.0, 130.0, {}),
-    Estimate("graph", NONE | LATER, 0, 1, 1, 0, GIB, 3600, 0, None, None, {}),
-    Estimate("train", NONE | {"unplanned": 1}, 1, 1, 1, 0, GIB, 3600, 0, None, None, {}),
+    Estimate("scan", NONE | {"items": 25, "cached": 25}, 0, 1, 1, 0, "", 0, 3600, 0, None, 0.0, {}),
+    Estimate("embed", NONE | DUE, 4, 2, 2, 1, "", 3 * GIB, 3600, GIB, 60.0, 130.0, {}),
+    Estimate("graph", NONE | LATER, 0, 1, 1, 0, "", GIB, 3600, 0, None, None, {}),
+    Estimate("train", NONE | {"unplanned": 1}, 1, 1, 1, 0, "", GIB, 3600, 0, None, None, {}),
 ]
 BETTER = (
     Suggested("cluster.train.time", 3600, 300, "1.5 × the longest task"),
