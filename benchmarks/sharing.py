@@ -1,9 +1,11 @@
 """Small trainings side by side in one job against one after the other: wall time, CPU time, and the same weights.
 
-    python benchmarks/sharing.py [--points 8] [--per-gpu 2] [--epochs 40] [--rounds 3]
+    python benchmarks/sharing.py [--points 8] [--per-gpu 4] [--epochs 60] [--wait-ms 50] [--rounds 3]
 
 A stand-in for a GPU: points of a sweep train on CPUs of this machine, one CPU each, `--per-gpu` of them in a job. The
 other way gives the same sweep one CPU, so that its points train one after the other. Rounds alternate between the two.
+Each step waits `--wait-ms`, in which it uses nothing, as small trainings do that leave most of a GPU idle. With 0, the
+CPUs are all there is to share: a job of several then gains only from idle CPUs, and pays for more imports of torch.
 It prints the median of the wall times and their ratio, and compares the weights of each point bit for bit. Wall times
 mean little while other programs compute: the load of the machine is printed with them.
 """
@@ -26,20 +28,42 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.testkit.project import DATA, EMBED, LOCAL, PIPELINE, TRAIN, make_project, write_weights
 from tests.testkit.trained import weights
 
+TASK = """\
+import time
+
+from torch._subclasses import FakeTensor
+
+from pipeline.tasks.interface import Interface
+
+
+class Waiting(Interface):
+    def __init__(self, wait_ms: int = 0, **options):
+        super().__init__(**options)
+        self.wait_ms = wait_ms
+
+    def loss(self, model, batch):
+        if not isinstance(next(model.parameters()), FakeTensor):
+            time.sleep(self.wait_ms / 1000)
+        return super().loss(model, batch)
+"""
+
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("points", 8), ("per-gpu", 2), ("epochs", 40), ("rounds", 3)):
+    for name, default in (("points", 8), ("per-gpu", 4), ("epochs", 60), ("wait-ms", 50), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        compare(Path(folder), given.points, given.per_gpu, given.epochs, given.rounds)
+        compare(Path(folder), given.points, given.per_gpu, given.epochs, given.wait_ms, given.rounds)
 
 
-def compare(folder: Path, points: int, per_gpu: int, epochs: int, rounds: int) -> None:
+def compare(folder: Path, points: int, per_gpu: int, epochs: int, wait_ms: int, rounds: int) -> None:
     """Train the points in both ways, so many times."""
-    project = make_project(folder / "project", 12, **DATA, **EMBED, **LOCAL, **TRAIN, cluster__train__cpus=1)
+    own = {"train__task": "waiting:Waiting", "train__options": {**TRAIN["train__options"], "wait_ms": wait_ms}}
+    settings = {**DATA, **EMBED, **LOCAL, **TRAIN, **own, "cluster__train__cpus": 1}
+    project = make_project(folder / "project", 12, **settings)
+    (project.folder / "waiting.py").write_text(TASK)
     write_weights(project.folder)
     project.finishes("graph")
     words = ["submit", "train", "--sweep", f"train.seed=0:{points}", "--set", f"train.epochs={epochs}", "--follow"]
