@@ -18,6 +18,7 @@ NOT_CARDS = frozenset({CPU, "meta", "mps"})  # a Mac's tells nothing of its memo
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the cards that a process may use
 VISIBLE_TO = frozenset({VISIBLE, "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK"})
 SETTINGS = ("PYTORCH_", "CUDA_", "TORCH_", "NCCL_", "OMP_")  # how variables begin that change what torch does
+MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"  # of NVIDIA's MPS, by which kernels of several processes overlap
 DRIVER = Path("/sys/module/nvidia/version")
 
 # In errors and logs: memory of a card that ended. torch's own allocator raises `torch.OutOfMemoryError`; these go past

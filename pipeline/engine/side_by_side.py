@@ -18,6 +18,7 @@ from pipeline.cluster.job_spec import log_beside, parse_ranges
 from pipeline.cluster.machine import THREADS
 from pipeline.cluster.verdict import GO_ON, is_interruption
 from pipeline.config.load import from_resolved
+from pipeline.device.kinds import MPS_FOLDER
 from pipeline.journal.attempts import SILENCE
 from pipeline.journal.run_status import StatusReader
 from pipeline.project.run_code import WORKER, module_command
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 1.0  # which reads from the ledger what was cancelled by hand
 ERR = ".err"
-MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"  # environment variable of NVIDIA's MPS
 
 
 def run_side_by_side(words: Sequence[str], folder: RunFolder, arguments: argparse.Namespace) -> int:

@@ -65,7 +65,7 @@ def test_what_can_follow_is_offered() -> None:
         ("pipeline submit t", ["train"]),
         ("pipeline submit --stage t", ["train"]),
         ("pipeline submit --stage=e", ["--stage=embed", "--stage=evaluate"]),
-        ("pipeline submit --executor ", ["local", "slurm"]),
+        ("pipeline submit --executor ", ["local", "slurm", "allocation"]),
         ("pipeline plan val", ["validate"]),
         ("pipeline logs --stage sup", ["supervise"]),
         ("pipeline cancel --stage sc", ["scan"]),

@@ -83,7 +83,7 @@ def test_a_worker_brings_an_index_up_to_date_that_lacks_much(pipeline, tmp_path,
     index = tmp_path / "cache/scan/index.bin"
     index.unlink()
     words = [str(runs_in(tmp_path / "runs")[-1].path), "scan", "0"]
-    monkeypatch.setattr("pipeline.engine.worker.ENDING", ())
+    monkeypatch.setattr("pipeline.engine.worker.FORWARDED", ())
     assert worker.main(words) == 0
     assert not index.exists(), "it lacks little"
     monkeypatch.setattr(store, "_UNINDEXED_RECORDS", 0)

@@ -148,7 +148,7 @@ def test_what_a_job_and_a_supervisor_print_when_they_fail_is_without_them(
         raise error(f"cannot reach https://me:{PASSWORD}@host with api_key={OPTION} nor {os.environ['HF_TOKEN']}")
 
     run = new_run(read_config(project / "pipeline.yaml").config, ["scan"])
-    monkeypatch.setattr(worker, "ENDING", ())
+    monkeypatch.setattr(worker, "FORWARDED", ())
     monkeypatch.setattr(worker, "work_through", fail)
     monkeypatch.setattr(supervisor, "stop_on_signals", lambda: None)
     monkeypatch.setattr(supervisor.Supervisor, "run", fail)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.codec import plain
 from pipeline.config.load import read_config
 from pipeline.dataset import worklist
 from pipeline.engine.lifecycle import new_run, refuse_double
@@ -99,7 +100,7 @@ def at_once(cache: CacheFolder) -> tuple[Summary, set[str]]:
     for kind in cache.kinds():
         for checked in check(cache.kind(kind)):
             summary.take(checked)
-            findings |= {json.dumps(one.to_json()) for one in checked.findings}
+            findings |= {json.dumps(plain(one)) for one in checked.findings}
     return summary, findings
 
 
@@ -120,7 +121,7 @@ def test_tasks_find_together_what_one_validation_finds(cache, stage):
     assert report is not None
     assert REPORT_NAME.fullmatch(report.path.name)
     assert str(report.path) == judged.report
-    assert {json.dumps(one.to_json()) for one in report.findings()} == findings
+    assert {json.dumps(plain(one)) for one in report.findings()} == findings
     assert len(findings) >= 3
     for name in ("shards", "records", "whole", "findings", "lost", "faults", "kinds"):
         assert getattr(report.summary, name) == getattr(summary, name), name

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 COME_WITHIN_S = 300.0  # all ranks; a node may boot a container first
 SEEK_EVERY_S = (0.02, 1.0)  # at first, and at last
 CONNECT_WITHIN_S = 5.0
-GREET_WITHIN_S = 10.0  # or a connection is closed
+GREET_WITHIN_S, MOST_SILENT = 10.0, 64  # connections that have not said who they are; the oldest go first
 LOOPBACK = "127.0.0.1"
 KEEP_ALIVE = {  # the kernel asks the other: a lost node is noticed within 25 s, a busy process is left alone
     "TCP_KEEPIDLE": 10,
@@ -120,14 +120,16 @@ async def _gather(place: RankPlace, file: Path, shared: Mapping[str, Any], withi
     """As rank 0: publish the address, admit ranks that know the first word, and send them what they need."""
     words = {"token": secrets.token_hex(16), "answer": secrets.token_hex(16)}
     links: dict[int, JsonLink] = {}
-    silent = set[JsonLink]()
+    silent: dict[JsonLink, None] = {}  # the oldest first
     all_came = asyncio.Event()
 
     async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Let a rank in; disconnect a stranger, at the latest when it has been silent for too long."""
-        silent.add(link := JsonLink(reader, writer))
+        silent[link := JsonLink(reader, writer)] = None
+        if len(silent) > MOST_SILENT:
+            next(iter(silent)).close()
         greeting = await link.next(GREET_WITHIN_S) or {}
-        silent.discard(link)
+        del silent[link]
         rank, token = greeting.get("rank"), str(greeting.get("token")).encode(errors="replace")
         is_ours = hmac.compare_digest(token, words["token"].encode())
         if not is_ours or not isinstance(rank, int) or not 0 < rank < place.world:

@@ -127,8 +127,12 @@ def test_a_stranger_without_the_word_is_disconnected(tmp_path: Path, greeting: b
     assert [link.host for link in finished(run())[0].links.values()] == ["host1"]
 
 
-def test_silent_connections_are_limited_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_monitor, "GREET_WITHIN_S", 0.1)
+@pytest.mark.parametrize(("limit", "most"), [("MOST_SILENT", 2), ("GREET_WITHIN_S", 0.1)])
+def test_silent_connections_are_limited_in_number_and_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: float
+) -> None:
+    monkeypatch.setattr(rank_monitor, "GREET_WITHIN_S", 1000.0)
+    monkeypatch.setattr(rank_monitor, limit, most)
 
     async def run() -> None:
         first = join(ranks(2)[0], tmp_path)
