@@ -114,12 +114,12 @@ def export_embeddings_command(
     of = f"{exported.residues:,} residues" if pool == "none" else f"one row each ({pool})"
     typer.echo(f"{out}: {exported.ids:,} embeddings of {exported.items:,} items, {of}, {format_bytes(size)}")
     left_out = (exported.rejected, "rejected"), (exported.unscanned, "not scanned")
-    told = [f"{count:,} {what}" for count, what in (*left_out, (exported.missing, "without an embedding")) if count]
+    skipped = [f"{count:,} {what}" for count, what in (*left_out, (exported.missing, "without an embedding")) if count]
     if exported.joined:
         shared = "chains embedded as one text have one CLS token (embed.context: partner)"
         typer.echo(f"note: {shared}: {exported.joined:,} share the row of theirs", err=True)
-    if told:
-        typer.echo(f"note: skipped: {', '.join(told)}", err=True)
+    if skipped:
+        typer.echo(f"note: skipped: {', '.join(skipped)}", err=True)
 
 
 def _told_by(out: Path) -> str:

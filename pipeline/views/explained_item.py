@@ -215,8 +215,8 @@ def _keys_in(path: Path, name: str) -> dict[str, str]:
 def _refusal_in(path: Path, name: str) -> str:
     """Return why an item is in a list of rejected ones; empty where it is not there."""
     with suppress(ValueError, KeyError):
-        told = _entry_in(path, name)
-        return f"{told['reason']}: {told['detail']}"
+        found = _entry_in(path, name)
+        return f"{found['reason']}: {found['detail']}"
     return ""
 
 
@@ -357,9 +357,9 @@ def _explain_entry(project: Project, name: str) -> ItemExplained:
             place = json.dumps(table.place(names.index(name)))
             because = Because(State.DONE, f"read by run {folder.name}")
             return ItemExplained(name, place, [StageOfItem("scan", because, {"table": key.hex()})], None)
-        if told := _entry_in(folder.rejected, name):
-            because = Because(State.REFUSED, f"{told['reason']}: {told['detail']}")
-            return ItemExplained(name, told.get("origin", ""), [StageOfItem("scan", because)], None)
+        if found := _entry_in(folder.rejected, name):
+            because = Because(State.REFUSED, f"{found['reason']}: {found['detail']}")
+            return ItemExplained(name, found.get("origin", ""), [StageOfItem("scan", because)], None)
         raise no_item(name, names, where)
     why = "no run has read this data set with the current reader, options, code and files"
     return ItemExplained(name, where, [StageOfItem("scan", Because(State.TO_DO, why))], Command.submit(StageName.SCAN))

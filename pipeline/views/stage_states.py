@@ -57,14 +57,14 @@ class StageExplained:
 
     def as_box(self) -> dict[str, Any]:
         """Return what the graph shows of it, as JSON data."""
-        told = {"name": self.name, "needs": self.needs, "state": self.because.state.value}
-        return told | {"counts": self.counts, "why": str(self.because)}
+        document = {"name": self.name, "needs": self.needs, "state": self.because.state.value}
+        return document | {"counts": self.counts, "why": str(self.because)}
 
     def to_json(self) -> dict[str, Any]:
-        told = {"stage": self.name, **self.as_box()}
-        told |= {"changes": list(map(asdict, self.because.changes)), "next": str(self.next or "")}
-        del told["name"]
-        return told | ({"model": self.model} if self.model else {})
+        document = {"stage": self.name, **self.as_box()}
+        document |= {"changes": list(map(asdict, self.because.changes)), "next": str(self.next or "")}
+        del document["name"]
+        return document | ({"model": self.model} if self.model else {})
 
 
 def arrows(boxes: Sequence[StageExplained]) -> list[tuple[str, str]]:
