@@ -119,3 +119,13 @@ def test_trials_whose_settings_do_not_go_together_are_left_out(tmp_path: Path, p
     assert states == {1: "done", -1: "infeasible"}
     neither = json.dumps({**space, "train.options.layers": [-1, -2]})
     assert pipeline("submit", "train", "--dry-run", "--set", f"train.sweep.space={neither}").code == 2
+
+
+def test_a_search_of_which_every_trial_fails_ends_as_failed(tmp_path: Path, pipeline: Command) -> None:
+    space = {"train.learning_rate": {"low": 1e30, "high": 1e36, "log": True}}  # the weights do not stay finite
+    sets = {**SETTINGS, "train__sweep": {"search": "optuna", "space": space, "trials": 12, "at_once": 1}}
+    write_project(tmp_path, sets, {}, ["train"] * 3 + ["val"] * 2)
+    assert pipeline("submit", "train", "--follow").code == 7
+    stage = json.loads(pipeline("status", "--json").out)["stages"][-1]
+    assert stage["state"] == "failed"
+    assert [trial["state"] for trial in stage["asked"]] == ["failed"] * 5
