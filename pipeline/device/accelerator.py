@@ -231,7 +231,7 @@ class RngState:
 
     @classmethod
     def capture(cls, device: torch.device | str = CPU) -> RngState:
-        """Return the present state, without synchronising; to ask other devices would allocate memory there."""
+        """Return the present state without synchronising; asking other devices would allocate memory there."""
         own, kind = computing(device).rng_state(), torch.device(device).type
         of_device = {} if own is None else {f"rng.{kind}": own}
         return cls({**_of_libraries(), "rng.torch": torch.get_rng_state(), **of_device}, device)
@@ -257,7 +257,7 @@ class RngState:
     @classmethod
     @contextmanager
     def preserved(cls, device: torch.device | str) -> Iterator[None]:
-        """Restore the present state on exit, so that a loss computed twice, or in vain, draws the same numbers."""
+        """Restore the present state on exit, so that a loss that is computed again draws the same numbers."""
         state = cls.capture(device)
         try:
             yield
@@ -321,7 +321,7 @@ def unless_out_of_memory(call: Callable[[], Result]) -> Result | None:
 
 
 def after_freeing_caches(call: Callable[[], Result], device: str) -> Result:
-    """Return what a call returns; if memory runs out, call once more without what is held for reuse."""
+    """Call a function; if memory runs out, free all caches and call it once more."""
     results: list[Result] = []
     if out_of_memory_error(lambda: results.append(call())) is None:
         return results.pop()
@@ -330,7 +330,7 @@ def after_freeing_caches(call: Callable[[], Result], device: str) -> Result:
 
 
 def free_caches(device: str) -> None:
-    """Release memory that Python, the C library and torch keep for reuse."""
+    """Release the memory that Python, the C library and torch keep for reuse."""
     gc.collect()
     trim_heap()
     computing(device).empty_cache()

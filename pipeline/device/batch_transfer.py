@@ -1,7 +1,7 @@
-"""Batches of any structure are packed into one run of memory, and moved to a device, on request or ahead of their turn.
+"""Packs batches of any structure into one block of memory, and moves them to a device, on request or ahead of time.
 
-A copy from pinned memory goes on while the host does. torch's allocator for pinned memory waits for such copies before
-it gives memory out again, for all memory that it gave out itself and all views of it.
+A copy from pinned memory is asynchronous. torch's pinned allocator reuses a block, or a view of one, only after the
+copies from it have ended.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ALIGNMENT = 64
 
 
 def bytes_on_host(size_bytes: int, *, pin: bool = True) -> torch.Tensor:
-    """Return memory of the host as bytes; pinned, a card reaches it directly."""
+    """Allocate host memory as bytes."""
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pin)
 
 
 def moved(batch: Any, device: torch.device | str, *, waits: bool = False) -> Any:
     """Return a batch on a device: by its own `to` where it has one, else with all its tensors there, however nested.
 
-    `waits`: the copies are done when this returns, as they are to the host.
+    With `waits`, all copies have ended on return; copies to the host always have.
     """
     non_blocking = is_card(device) and not waits
     return map_tensors(
@@ -41,7 +41,7 @@ def moved(batch: Any, device: torch.device | str, *, waits: bool = False) -> Any
 def map_tensors(change: Callable[[torch.Tensor], Any], value: Any, *, own: Callable[[Any], Any] | None = None) -> Any:
     """Return a value with its tensors changed: within dicts, lists, tuples, named tuples and dataclasses.
 
-    `own` is called instead for what has a `to` of its own. All else stays what it is.
+    `own` is called for objects that have a `to` method. Other values stay as they are.
     """
 
     def by_itself(leaf: Any) -> bool:
@@ -60,13 +60,13 @@ def map_tensors(change: Callable[[torch.Tensor], Any], value: Any, *, own: Calla
 
 
 def _changed_fields(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a dataclass with everything changed that it holds; not by its `__init__`, which may want other things."""
+    """Copy a dataclass with all its values changed, without calling `__init__`, which may take other arguments."""
     made = copy.copy(value)
     for name in dict.fromkeys([field.name for field in fields(value)] + list(getattr(made, "__dict__", ()))):
         if isinstance(getattr(type(value), name, None), cached_property):
-            object.__delattr__(made, name)  # it was of the tensors as they were
+            object.__delattr__(made, name)  # it was computed from the old tensors
         elif hasattr(value, name):
-            object.__setattr__(made, name, change(getattr(value, name)))  # frozen ones, too
+            object.__setattr__(made, name, change(getattr(value, name)))  # also where the dataclass is frozen
     return made
 
 
@@ -78,7 +78,7 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 
 
 def packed(batch: Any, room: Callable[[int], torch.Tensor]) -> Any:
-    """Return a batch with copies of its tensors side by side in memory from `room`; sparse ones stay what they are."""
+    """Return a batch whose tensors are copied side by side into memory from `room`; sparse ones are not copied."""
     tensors = [tensor for tensor in tensors_of(batch) if tensor.layout == torch.strided and tensor.device.type == "cpu"]
     copies = _views(tensors, room)
     for tensor in tensors:
@@ -87,14 +87,14 @@ def packed(batch: Any, room: Callable[[int], torch.Tensor]) -> Any:
 
 
 def outlined(batch: Any, memory: torch.Tensor) -> Any:
-    """Return a packed batch without the contents of its tensors, to be sent to another process."""
+    """Replace a packed batch's tensors by meta tensors, to send it to another process."""
     packed_here = [tensor for tensor in tensors_of(batch) if tensor.untyped_storage().data_ptr() == memory.data_ptr()]
     outlines = {id(tensor): tensor.to("meta") for tensor in packed_here}
     return map_tensors(lambda tensor: outlines.get(id(tensor), tensor), batch)
 
 
 def filled(outline: Any, memory: torch.Tensor) -> Any:
-    """Return a packed batch from its outline and its memory."""
+    """Restore a packed batch from its outline and its memory."""
     views = _views([tensor for tensor in tensors_of(outline) if tensor.is_meta], lambda size: memory[:size])
     return map_tensors(lambda tensor: views.get(id(tensor), tensor), outline)
 
@@ -108,25 +108,25 @@ def _views(tensors: Sequence[torch.Tensor], room: Callable[[int], torch.Tensor])
 
 
 class CopyAhead:
-    """Moves batches to a card, and copies the one that follows on a stream of its own meanwhile: never more than one.
+    """Moves batches to a card, and copies the next one ahead on a side stream; at most one is ahead.
 
-    Its memory is had where the step computes, and goes back there: that stream waits for the copy first, also where
-    nobody takes it. What is not in pinned memory, or has a `to` of its own, is moved when its turn comes.
+    The batch's memory belongs to the compute stream, which waits for the copy before it uses or frees it, even if the
+    batch is dropped. Tensors outside pinned memory, and objects with a `to` method, are moved when their turn comes.
     """
 
     def __init__(self, device: str) -> None:
         self._card = Card(device)
         self._side = self._card.new_stream()
-        self.following: Callable[[], Any] | None = None  # asked once for the batch that follows, None: not at hand
-        self.bytes = 0  # on the card that nobody has taken yet
-        self._of: Any = None  # the batch that is copied, and what there is of it on the card
-        self._there: Any = None
-        self._done: Any = None
-        self._is_refused = False  # a card that is full once is left alone: to be refused makes its allocator search
+        self.following: Callable[[], Any] | None = None  # returns the next batch, None if not read yet; called once
+        self.bytes = 0  # on the card, of the batch that is ahead
+        self._source: Any = None  # the batch on the host that is copied ahead
+        self._copy: Any = None
+        self._copied: Any = None
+        self._is_refused = False  # after one failed allocation no more are tried: each frees the cache
 
     def moved(self, batch: Any) -> Any:
-        """Return a batch on the card; then the copy of what follows is begun."""
-        there = moved(self.drop() if batch is self._of else batch, self._card.on)
+        """Return a batch on the card, and begin to copy the next one."""
+        there = moved(self.drop() if batch is self._source else batch, self._card.on)
         if self.following is not None:
             following, self.following = self.following, None
             self.drop()
@@ -134,16 +134,16 @@ class CopyAhead:
         return there
 
     def drop(self) -> Any:
-        """Let go of what was copied ahead; return it."""
-        there, done = self._there, self._done
-        if done is not None:
-            self._card.current_stream().wait_event(done)
-        self._of = self._there = self._done = None
+        """Forget the batch that was copied ahead, and return it."""
+        copy_, copied = self._copy, self._copied
+        if copied is not None:
+            self._card.current_stream().wait_event(copied)
+        self._source = self._copy = self._copied = None
         self.bytes = 0
-        return there
+        return copy_
 
     def _begin(self, batch: Any) -> None:
-        """Have memory for a batch, and begin to copy it."""
+        """Allocate memory for a batch, and begin to copy it."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def room(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,10 +159,10 @@ class CopyAhead:
         self._is_refused = there is None
         if there is None or not pairs:
             return
-        is_free = self._card.event()  # of those who had the memory before
+        is_free = self._card.event()  # reached once the compute stream no longer uses the memory
         with self._side:
             self._side.wait_event(is_free)
             for target, tensor in pairs:
                 target.copy_(tensor, non_blocking=True)
-            self._of, self._there, self._done = batch, there, self._card.event()
+            self._source, self._copy, self._copied = batch, there, self._card.event()
         self.bytes = sum(target.nbytes for target, _ in pairs)

@@ -1,7 +1,7 @@
-"""What a device is called, without asking torch: in configurations, in plans, in the environment, in logs.
+"""Names of devices in configurations, plans, the environment and logs; nothing here imports torch.
 
-A plan is made where there may be no card: it names the kind that it is for, `CARD`, and a process that runs on one asks
-`accelerator.located` which card stands for it there.
+A machine without a card can make a plan. The plan names the kind `CARD`; the process that runs it asks
+`accelerator.located` for its own card.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 CPU = "cpu"
 CARD = "cuda"  # as torch calls the cards that plans are for; ROCm's have this name too
 DeviceChoice: TypeAlias = Literal["auto", "cpu", "cuda"]  # what `embed.device` may be
-NOT_CARDS = frozenset({CPU, "meta", "mps"})  # a Mac's tells nothing of its memory: such a machine works on the CPU
+NOT_CARDS = frozenset({CPU, "meta", "mps"})  # MPS reports no memory, so a Mac computes on its CPU
 
 # In the environment
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # the cards that a process may use

@@ -28,7 +28,7 @@ UNIT = 1000  # of likeness: an item of mean sizes
 MOST_SHRUNK = 16
 PADDING = 1.03  # padded/real of a micro-batch, at most
 BEST, LAST = "best", "last"  # of the checkpoints of a training, by its validations or its steps
-LOOSER = (1.1, 1.2, 1.4, 2.0, 8.0)  # that a plan may choose instead: fewer micro-batches, and more to compute in each
+LOOSER = (1.1, 1.2, 1.4, 2.0, 8.0)  # a plan may choose this: fewer micro-batches with more padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class PhasePlan:
     live_bytes: int  # of the worst micro-batch
     reserved_bytes: int  # what the allocator is expected to hold then
     weights: Mapping[str, float]  # bytes that an item costs per unit of its sizes
-    largest: Mapping[str, int] = field(default_factory=dict)  # larger items take no part,
-    smallest: Mapping[str, int] = field(default_factory=dict)  # nor do smaller ones
+    largest: Mapping[str, int] = field(default_factory=dict)  # larger items are left out,
+    smallest: Mapping[str, int] = field(default_factory=dict)  # and smaller ones too
     padding: float = PADDING  # of micro-batches that are padded
     kept: int = 0  # micro-batches of a step that a rank keeps for its second pass
     ahead_bytes: int = 0  # of `reserved_bytes`, for inputs that are copied while a step runs; 0: none

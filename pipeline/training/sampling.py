@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 ORDER_VERSION = 1  # raise it whenever the same seed gives another order
 WINDOW = 4096
-BRICK = 8  # dealt evenly to 1, 2, 4 or 8 ranks; steps of 24 then vary in size as random ones of 3 do
+BRICK = 8  # dealt evenly to 1, 2, 4 or 8 ranks; the sizes of steps of 24 then vary like those of 3 random items
 SHUFFLE = 0  # the random stream that shuffles all items; the streams of windows follow
 DRAW, CLUSTERS, OFFSET = range((1 << 32) - 3, 1 << 32)  # the random streams of draws
 BLOCK = 128  # a share is cut in blocks of so many items: the best cuts of K items take K² steps
 EVEN = 1.001  # ranks with a cost below this multiple of the mean are left as they are
-MOST_SWAPPED = 512  # more items are even enough when dealt, and too many to try every swap
+MOST_SWAPPED = 512  # beyond this, dealing is even enough, and trying every swap is slow
 ROUNDING = 1e-6  # of a sum of expected draws
 SHOWN = 3  # so many oversize items are named in an error
 

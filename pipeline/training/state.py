@@ -1,4 +1,4 @@
-"""Where a training stands between two steps: the data of its checkpoints, besides tensors."""
+"""The state of a training between two steps: the data of its checkpoints, besides tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class EpochCounts:
     ooms: int = 0
     rejected: int = 0
     cropped: int = 0
-    skipped_items: int = 0  # that fit nowhere
+    skipped_items: int = 0  # that did not fit, even with all remedies
     left_out_steps: int = 0  # that were not finite
     remedied: dict[str, int] = field(default_factory=dict)  # items by the memory remedy that they needed
     wall_s: float = 0.0  # of its steps
@@ -62,7 +62,7 @@ class EpochTotals(EpochCounts):
 
 @dataclass(slots=True)
 class TrainingState:
-    """How far a training has come, and what it must not forget."""
+    """The progress of a training, and what it must remember over a restart."""
 
     epoch: int = 0
     done: int = 0  # steps since the training began
@@ -82,7 +82,7 @@ class TrainingState:
         return {**plain(self), **{name: sorted(getattr(self, name)) for name in ("poisoned", "damaged", "killed")}}
 
     def follow(self, monitor: str) -> None:
-        """Watch a metric; what is known of another one says nothing about it."""
+        """Watch a metric; values of another one are forgotten."""
         if monitor != self.monitor:
             self.monitor, self.best, self.stale = monitor, None, 0
 

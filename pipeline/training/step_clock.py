@@ -1,4 +1,4 @@
-"""Where the time of an epoch goes: a stopwatch that always runs, for one named activity at a time.
+"""A stopwatch for the time of an epoch: it always runs, for one named activity at a time.
 
     with clock.within(READ):  # then the activity before it continues
         batch = next(batches)

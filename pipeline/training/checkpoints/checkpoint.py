@@ -5,9 +5,9 @@ step-00001234/   state.safetensors    tensors that are the same on all ranks, wr
                  manifest.json        their digests, the training's identity, all JSON data
 
 All ranks write into `.step-00001234.partial-TOKEN/`, then rank 0 seals and renames it. The last and the best are kept.
-A rank that fails to write reports it and trains on: no file is tried again, the next checkpoint is a new one.
+A rank that fails to write reports the failure and continues to train; the next checkpoint is a new attempt.
 
-A model to take away is a sealed folder with the weights of one checkpoint, and everything that using them needs:
+An exported model is a sealed folder with the weights of one checkpoint, and everything needed to use them:
 
 model.safetensors    the weights under the model's own names; moving averages where the training kept them
 model.json           its manifest: training, task, plan, encoder, metrics; and the digest of the weights
@@ -42,7 +42,7 @@ from pipeline.training.checkpoints.sealed_folder import (
     WrittenFile,
     read_sealed,
 )
-from pipeline.training.prepared import BEST, LAST, ModelFolder, Prepared  # a run's plan is read again by it
+from pipeline.training.prepared import BEST, LAST, ModelFolder, Prepared  # plans on disk name this class
 from pipeline.training.state import TRAINING
 from pipeline.units import first_few
 
@@ -55,14 +55,14 @@ if TYPE_CHECKING:
 
     from pipeline.training.checkpoints.sealed_folder import SealedFolder
 
-    Receipt = Mapping[str, Any]  # JSON data: what a rank has written, or why it has not
+    Receipt = Mapping[str, Any]  # JSON data: the files that a rank wrote, or the error
 
 STATE = "state"
 SHARD, SHARDS = "part.", "parts"  # prefix of shards in a rank's file; key of their shapes and offsets in its data
 NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 EXPORTED = "model"  # name of the file of an exported model's weights, without its suffix
 WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors")
-_UNPUBLISHED = ".step-"  # how names of folders begin that are being written or removed
+_UNPUBLISHED = ".step-"  # prefix of folders that are being written or removed
 _MOST_NAMED = 6
 
 
@@ -314,13 +314,13 @@ def _chosen(checkpoint: Checkpoint, note: str = "") -> ChosenCheckpoint:
 
 
 def weights_file(wanted: str) -> Path | None:
-    """Return the file of weights that is named instead of a checkpoint; None where none is."""
+    """Return the file of weights that is named in place of a checkpoint, or None."""
     path = Path(wanted).absolute()
     return path if path.suffix in WEIGHTS and path.is_file() else None
 
 
 def checkpoint_digest(path: Path) -> str:
-    """Return the digest of what names all of a checkpoint's bytes: its manifest, a model's card, or itself, a file."""
+    """Return a digest of a whole checkpoint: of its manifest, of a model's card, or of a file of weights."""
     if path.is_file():
         return file_digest(path)
     card = ModelFolder(path).export
@@ -337,7 +337,7 @@ def read_export(folder: Path) -> SealedFolder:
 
 
 class NotSaved(JobFailed):
-    """A checkpoint could not be written; training can go on, and the last good one is still there."""
+    """A checkpoint could not be written; training can continue, and the last good one is still there."""
 
 
 @dataclass(eq=False)
@@ -462,7 +462,7 @@ class CheckpointFolder:
         return self.folder / f"{_UNPUBLISHED}{step:08d}.partial-{self.token}"
 
     def _free_path(self, step: int) -> Path:
-        """Return a path that is not taken: after a rollback the same step comes again, and the old one must stay."""
+        """Return a free path: after a rollback a step repeats, and its old checkpoint must stay."""
         path, copy = self.folder / f"step-{step:08d}", 1
         while self.disk.exists(path):
             copy += 1
@@ -504,7 +504,7 @@ class Application:
     prepared: Prepared
     chosen: ChosenCheckpoint
     split: str | None  # None: all items
-    made: str  # the digest of the items, and of the user's code that tells of them
+    made: str  # a digest of the items, and of the user's code that reads them
     items: int
     data: str  # the path of the data set
     done: list[tuple[int, int]] = field(default_factory=list)  # items that were done before, as first and stop

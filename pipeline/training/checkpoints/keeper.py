@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 ROOM = 0.8  # share of the host's memory limit that may be in use with the copies of a checkpoint
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 _MOST_NAMED = 6
-# How an optimizer runs is this attempt's choice, by its plan; all other hyperparameters are the checkpoint's.
+# The optimizer's implementation follows this attempt's plan; all other hyperparameters come from the checkpoint.
 _NOT_KEPT = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
 
 def pack(step: Step) -> State:
-    """Return the whole state of a training between two steps; tensors are not copied."""
+    """Return the whole state of a training between two steps, without copying tensors."""
     names, tensors, others = _names(step.model), _model_tensors(step), dict[str, Any]()
     for parameter, state in step.optimizer.state.items():
         for key, value in state.items():
@@ -154,7 +154,7 @@ def _refuse_other_optimizer(here: Mapping[str, Any], there: Mapping[str, Any]) -
 
 
 def _unfilled(stored: StoredTensor, key: str, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return a tensor for a parameter's state, as torch makes it: steps are counted on the CPU, else it would wait."""
+    """Return an empty tensor for a parameter's state, where torch keeps it: step counts are on the CPU."""
     on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
     if not on_cpu and tuple(parameter.shape) == stored.shape:
         return torch.empty_like(parameter, dtype=stored.dtype, requires_grad=False)
@@ -162,9 +162,9 @@ def _unfilled(stored: StoredTensor, key: str, parameter: Tensor, group: Mapping[
 
 
 class StagingBuffers:
-    """Copies of tensors in few runs of the host's memory, which are used again for others of the same sizes.
+    """Copies of tensors in a few blocks of host memory, which are reused for tensors of the same sizes.
 
-    Runs are pinned where a tensor is on a card, as long as the host can pin so much.
+    Blocks are pinned for tensors on a card, as long as the host can pin them.
     """
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class StagingBuffers:
     def _make(self, sizes: list[int], *, pinned: bool) -> None:
         """Make runs; unpinned ones where no more can be pinned."""
         if self._runs:
-            self._sizes, self._runs = [], []  # the old ones go before the new ones come
+            self._sizes, self._runs = [], []  # frees the old ones first
             if pinned:
                 release_pinned()
         layout = pinned_layout(sizes, pinned=pinned)
@@ -230,10 +230,10 @@ class Keeper:
     ranks: Ranks
     fresh: Callable[[Step], None]  # resets a step to the start of its training
     tell: Callable[[str], None]  # prints what happens now
-    warn: Callable[[str], None] = lambda _warning: None  # keeps what people must know of the whole run
+    warn: Callable[[str], None] = lambda _warning: None  # records a warning for the whole run
     behind: bool | Literal["auto"] = False  # train on while a checkpoint is written; auto: if copies fit in memory
     host: HostMeter | None = None
-    unsaved: list[NotSaved] = field(default_factory=list, init=False)  # of rank 0
+    unsaved: list[NotSaved] = field(default_factory=list, init=False)  # on rank 0
 
     def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -287,7 +287,7 @@ class Keeper:
         self.advance(all_written=True, wait=True)
 
     def advance(self, *, all_written: bool, wait: bool = False) -> None:
-        """Let rank 0 publish what all ranks have written, without waiting for it; report a failure."""
+        """Let rank 0 publish a checkpoint that all ranks have written, in the background; report a failure."""
         if all_written and self._writing is not None:
             written, self._writing = self._writing, None
             receipts = self.ranks.exchange(written.result())
@@ -311,7 +311,7 @@ class Keeper:
         self._staging, self._own_staging = StagingBuffers(), StagingBuffers()
 
     def _packed(self, step: Step, training: TrainingState, own: Mapping[str, Any]) -> State:
-        """Return a snapshot of all data, with the tensors as they are; shared ones on rank 0 only."""
+        """Return a snapshot of all data, with uncopied tensors; shared ones on rank 0 only."""
         state = pack(step)
         buffers = _buffers(step) if self.ranks.rank else {}  # rank 0's are among the shared tensors
         data = json.loads(json.dumps({**state.data, TRAINING: training.to_json()}))
@@ -330,9 +330,9 @@ class Keeper:
         return all(reply["room"] for reply in self.ranks.exchange({"room": has_room}))
 
     def resume(self, step: Step, *, of_all: bool = False) -> tuple[TrainingState, Mapping[str, Any]]:
-        """Restore a step from the newest checkpoint, `of_all`: that all items made, or reset it where there is none.
+        """Restore a step from the newest checkpoint, or reset it; return the training's state and this rank's own data.
 
-        Return the training's state, and this rank's own data.
+        With `of_all`, checkpoints that were made after items were skipped do not count.
         """
         self.finish()
         newest, lost = None, ("", "", "")

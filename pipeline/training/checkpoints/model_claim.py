@@ -1,10 +1,10 @@
-"""The claim on a model's folder: one process at a time writes there, and any other learns which one.
+"""The claim on a model's folder: one process at a time writes there; the error of any other names it.
 
     writers/000002    the claim: its holder and since when, as JSON; the holder touches it every few seconds
 
-Only one process can create the next number. It does so where the holder of the last one is an earlier attempt of the
-same run, a dead process of this machine, or has not touched its claim for a minute. Changes of the file's time count,
-never a clock. A holder that wakes up after another took over no longer finds its claim, and stops.
+Only one process can create the next number. It may do so if the last holder is an earlier attempt of the same run, is a
+dead process of this machine, or has not touched its claim for a minute. Only changes of the file's time count, so
+clocks need not agree. A holder that wakes up after a takeover finds its claim gone, and stops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 BEAT_S = 5.0
-STALE_S = 60.0  # without a beat: longer than a file server may be slow
+STALE_S = 60.0  # without a heartbeat: longer than a file server may be slow
 LOOK_EVERY_S = 1.0
 
 
@@ -69,7 +69,7 @@ class ModelClaim:
         except FileNotFoundError:
             problem = "the model's folder was moved or removed during training, so training stops"
             remedy = Command.submit("train", then="   (in the project's new folder)")
-        except OSError:  # a disk that cannot be read now: whatever is written next fails by itself
+        except OSError:  # the disk cannot be read now: the next write will fail by itself
             return
         raise ConfigError(problem, where=str(self._writers.parent), remedy=remedy)
 

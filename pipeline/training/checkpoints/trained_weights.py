@@ -1,4 +1,4 @@
-"""Weights that were trained before: a training's checkpoint, pretrained weights of any form, and models to take away.
+"""Trained weights: a training's checkpoint, pretrained weights in any published form, and exported models.
 
 Pretrained are a file of torch.save (.pt, .pth, .ckpt; nothing in it is executed), a .safetensors file, a Hugging Face
 folder with one or several, an exported model, or a checkpoint of ours; of that the moving averages, where it has them,
@@ -129,9 +129,9 @@ class PretrainedReport:
     loaded: int  # tensors of the model
     missing: tuple[str, ...] = ()  # in the model, not in the file
     unexpected: tuple[str, ...] = ()  # in the file, not in the model
-    reshaped: Mapping[str, str] = field(default_factory=dict)  # in both, but different: a text that says how
+    reshaped: Mapping[str, str] = field(default_factory=dict)  # in both with another shape or type, in words
     form: str = ""  # in which it was published
-    left: tuple[str, ...] = ()  # in the file, of no use to this model
+    left: tuple[str, ...] = ()  # in the file, and unused by this model
     fresh: tuple[str, ...] = ()  # in the model, and new with it
 
     @property
@@ -277,7 +277,7 @@ def stored_weights(path: Path, entry: str | None = None) -> dict[str, Tensor]:
             tensors = read_safetensors([path]) if is_plain else _state_dict(read_pt(path, foreign=True), path, entry)
     except WeightsUnusable as error:
         where = f"{WHERE}: {error.where or path}"
-        if "run code" in error.what:  # nothing is wrong with the file: it is another that must be named
+        if "run code" in error.what:  # the file is intact, but another one must be named
             raise ConfigError(error.what, where=where, remedy=UNTRUSTED) from error
         raise DataError(error.what, where=where, remedy=FORMS) from error
     return {plain_name(name): tensor for name, tensor in tensors.items()}
@@ -295,7 +295,7 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _state_dict(content: Any, path: Path, entry: str | None) -> dict[str, Tensor]:
-    """Return the state dict in what torch.save wrote: the whole content, or under a usual name in it."""
+    """Return the state dict in a torch.save file: the whole content, or the entry of a usual name."""
     looked = NESTED if entry is None else (entry,)
     held = content if isinstance(content, Mapping) else {}
     nested = [held[name] for name in looked if isinstance(held.get(name), Mapping)]
@@ -318,7 +318,7 @@ def checkpoint_weights(path: Path) -> dict[str, Tensor]:
     return kinds["model"] | kinds["ema"]
 
 
-# Models to take away
+# Exported models
 
 
 def write_export(folder: Path, tensors: Mapping[str, Tensor], card: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Evaluator:
     """Runs a model over the items of a loader; every rank makes the same calls."""
 
     step: Step
-    loader: Loader | None  # None: no items are left
+    loader: Loader | None  # None: this rank has no items left
     ranks: Ranks
     folder: Path  # for outputs; all ranks see it
     cost_N: NDArray[Any]  # bytes of each item
@@ -88,7 +88,7 @@ class Evaluator:
     first_writer: int = 0  # distinguishes this rank's files from those of other tasks
     with_loss: bool = True
     too_large: str = ERROR  # for an item that does not fit on the device: cpu, skip or error
-    flush_s: float = math.inf  # work that a kill loses at most
+    flush_s: float = math.inf  # at most this much work is lost by a kill
     begin: Callable[[Piece], None] = lambda _: None
     reject: Callable[[Rejection], None] = lambda _: None
     ending: Callable[[], int] = lambda: 0
@@ -96,7 +96,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         self.ended_by = 0  # the signal that ended it
         self._has_outputs = callable(getattr(self.step.task, "outputs", None))
-        self._contrasts = self.with_loss and self.step.contrasts  # the loss is of many items together
+        self._contrasts = self.with_loss and self.step.contrasts  # the loss compares many items
         self._writer: OutputWriter | None = None
         self._governor = Governor()
         self._terms: list[Terms] = []  # of each piece
@@ -191,7 +191,7 @@ class Evaluator:
         return rejection.reason
 
     def _fits_nowhere(self, piece: Piece, error: str, *, counts: bool = True) -> Reason:
-        """Leave out an item that does not fit, as `train.too_large` says; one of another rank cannot be left out."""
+        """Leave out an item that does not fit, if `train.too_large` allows it and the item is this rank's own."""
         name = piece.ids[0]
         if self.too_large == ERROR or not counts:
             problem = f"{name} does not fit in memory, even alone and without gradients: {error}"
@@ -200,7 +200,7 @@ class Evaluator:
         return self._left_out(Rejection(name, Reason.DOES_NOT_FIT, f"even alone: {error}"))
 
     def _evaluate(self, whole: Piece, cut: Cut) -> None:
-        """Evaluate a piece, on the host if it has climbed there; one that fails adds nothing to the results."""
+        """Evaluate a piece, on the CPU if it did not fit on the GPU; a failed piece adds nothing to the results."""
         piece = whole.part(cut)
         self._keep(piece, *self._evaluated(piece, ON_HOST if piece.rung else 0))
 
@@ -378,7 +378,7 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
 
     if ranks.rank == 0:
         yield from [None] * len(np.setdiff1d(done_N, job.applied.done_N))  # by earlier attempts of this run
-        for id_ in (job.table.ids[number] for number in rest_N[~is_kept_N]):  # they killed their task before
+        for id_ in (job.table.ids[number] for number in rest_N[~is_kept_N]):  # they killed an earlier attempt
             refuse(Rejection(id_, *job.left_out[id_]))
             yield job.left_out[id_][0]
     worked_on = WorkedOn(job.tell.on)
@@ -415,7 +415,7 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
 
 
 def _done(job: ApplyJob, folder: Path, of: str) -> Integers:
-    """Return the items that are done, as rank 0 sees them before anybody writes."""
+    """Return the items that are done, as rank 0 sees them before any rank writes."""
     mine = done_numbers(folder, of) if job.ranks.rank == 0 else np.zeros(0, np.int64)
     done = job.ranks.exchange({"done": spans(mine)})[0]["done"]
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(first, stop) for first, stop in done)])

@@ -57,7 +57,7 @@ Terms: TypeAlias = "dict[str, tuple[float, float]]"  # the sum and the weight of
 
 PART_BYTES = 64 << 20
 INDEX_BYTES = 64  # of an entry in a part's tables, about
-HIDDEN = "\n"  # before the names of outputs that tasks do not see; those of a task are printable
+HIDDEN = "\n"  # prefix of outputs that are hidden from tasks, whose own names are printable
 _VALUES, _ITEMS, _SHAPES = "values", "items", "shapes"
 
 
@@ -105,7 +105,7 @@ class OutputWriter:
             tensors[f"{_ITEMS}.{place}"] = torch.tensor(items)
             tensors[f"{_SHAPES}.{place}"] = torch.tensor([array.shape for array in arrays], dtype=torch.int64)
             tensors[f"{_VALUES}.{place}"] = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
-            arrays.clear()  # the values are held once
+            arrays.clear()  # frees the list: values are held once
         data = {
             "ids": pending.ids,
             "numbers": pending.numbers,
@@ -308,7 +308,7 @@ def _redo(path: Path) -> str:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the disk, such as no space, into one that says how to continue."""
+    """Turn disk errors, such as a full disk, into one that says how to continue."""
     try:
         yield
     except OSError as error:
@@ -332,7 +332,7 @@ def publish_text(path: Path, text: str) -> None:
 
 
 def returned_values(method: str, returned: Any) -> dict[str, Any]:
-    """Return the values that a task's method has returned by their names; raise ConfigError if they have none."""
+    """Return the values that a task's method returned, by name; raise ConfigError if they have no names."""
     if not isinstance(returned, Mapping):
         got = "nothing" if returned is None else type(returned).__name__
         raise _refusal(f"{method}() must return values by their names, got {got}", method)

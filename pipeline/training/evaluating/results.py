@@ -1,8 +1,8 @@
-"""Stages evaluate and predict: a checkpoint and a split in; loss and metrics out, or what the model says of each item.
+"""Stages evaluate and predict: from a checkpoint and a split to loss and metrics, or to predictions of each item.
 
-Figures are one small file for each pair of them. Predictions are a folder:
+Each pair has one small file of metrics. Predictions are a folder:
 
-FOLDER/predictions.json    of what it is, and its files; written last: without it nothing is done
+FOLDER/predictions.json    its origin and its files; written last, so a folder without it is incomplete
        predictions.csv, predictions.jsonl, NAME-00000.safetensors …    see training/evaluating/outputs.py
 """
 
@@ -191,10 +191,10 @@ def predict(job: ApplyJob) -> Generator[Reason | None, None, None]:
 
 
 def _of_all_tasks(job: ApplyJob, applied: ApplyResult) -> ApplyResult | None:
-    """Return what all tasks together gave, once they all are done, to the one that writes it; None to the others.
+    """Return the results of all tasks to the one that writes them, once all are done; None to the others.
 
-    Each task leaves a note before it looks for those of the others, so at least one finds them all. The first to put
-    its name to the writing does it; where it dies on the way, its next attempt finds its own name there.
+    Each task leaves a note before it looks for the notes of the others, so at least one task finds them all. The first
+    one to claim the writing does it. If it dies meanwhile, its next attempt finds its own claim.
     """
     if (share := job.share) is None:
         return applied

@@ -1,10 +1,10 @@
 """Running a rank's share of a failed step again with the same cuts: each part is measured, and nothing is recovered.
 
-It is the training's own step (`step.exact_step`, `step.contrastive`), except that parts stay as they were cut and that
-it ends at the first one that does not fit. `suspects` then finds where a loss or gradient that is not finite comes
-from: the item, term, module, parameter and operation.
+It uses the training's own step (`step.exact_step`, `step.contrastive`), but cuts nothing further and stops at the first
+part that does not fit. `suspects` then finds where a loss or gradient that is not finite comes from: the item, term,
+module, parameter and operation.
 
-The step is afterwards as it was before, except for memory that the allocator keeps.
+Afterwards the step's state is restored, except for memory that the allocator keeps.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _MeasuredStep(ExactStep):
         meter: Meter,
         begin: Callable[[RerunPart], None],
     ) -> None:
-        nothing: Any = None  # no item is counted, and no upkeep is due
+        nothing: Any = None  # counts nothing, and does no upkeep
         super().__init__(step, Ranks(), nothing, nothing, meter=meter)
         first = meter.read()
         self._standing = first.reserved_bytes if first.allocated_bytes is None else first.allocated_bytes
@@ -194,7 +194,7 @@ class _MeasuredStep(ExactStep):
 
 
 class _MeasuredContrastiveStep(_MeasuredStep, ExactContrastiveStep):
-    """The same where a loss compares all items: the first part has the terms of all."""
+    """The same for a loss that compares all items: the first part gets the terms of all."""
 
     def run_again(self) -> None:
         super().run_again()
@@ -245,7 +245,7 @@ def not_finite(step: Step) -> list[str]:
 class Suspect:
     """Items whose loss or gradients are not finite, and where that begins."""
 
-    ids: tuple[str, ...]  # a single one: it is so by itself
+    ids: tuple[str, ...]  # a single one fails by itself
     fields: tuple[str, ...] = ()  # of the batch that are not finite themselves
     terms: tuple[str, ...] = ()  # of the loss
     module: str = ""  # the first whose output is not finite; with none, it is the loss itself
@@ -280,7 +280,7 @@ def suspects(
     found: list[Suspect] = []
     for result in results:
         piece = read(result.part)
-        assert result.rng is not None  # it ran
+        assert result.rng is not None  # the part ran
         look = partial(_suspect, step, rng=result.rng, snapshot=snapshot, backward=backward)
         alone = [suspect for single in piece.singles() if (suspect := look(single))]
         together = look(piece) if not alone and len(piece) > 1 else None

@@ -96,7 +96,7 @@ class CrashNote:
         self._write(None)
 
     def close(self) -> None:
-        """Close the note of a start that ended in order; deaths stay until their step has passed."""
+        """Close the note at an orderly end; deaths stay until their step has passed."""
         if self._file is None:
             return
         self.off()
@@ -140,7 +140,7 @@ class Bundle:
     rank: int
     world: int
     cuts: tuple[BundleCut, ...]  # the micro-batches of this rank in this step, in order
-    failed: int | None  # the number of the failed one in `cuts`; None: none by itself
+    failed: int | None  # the index of the failed one in `cuts`; None: no single one failed
     budget: Mapping[str, int]
     plan: Mapping[str, Any]
     message: str
@@ -148,7 +148,7 @@ class Bundle:
     time_s: float  # since 1970
     torch: str
     device: str
-    state: Mapping[str, Any] = field(default_factory=dict)  # everything else that replaying needs, as JSON data
+    state: Mapping[str, Any] = field(default_factory=dict)  # everything else that a replay needs, as JSON data
 
     def words(self) -> str:
         """Describe for people what happened."""

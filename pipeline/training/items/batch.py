@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
     Integers = NDArray[np.int64]
     Bytes = NDArray[np.uint8]
-    Column = list[Array | None]  # an array of each item
+    Column = list[Array | None]  # an array for each item
 
 T = TypeVar("T")
 
 EMBEDDING, ENCODED = "embedding", "encoded"
-FIELDS = "fields"  # the group of what lies along edges
+FIELDS = "fields"  # the group of fields along edges
 ALIGNMENT = 64
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     getattr(torch, name): np.dtype(name)
@@ -75,7 +75,7 @@ class FieldPlace(NamedTuple):
 class BatchLayout:
     """The places of all fields of a batch, and the row bounds of each item.
 
-    It is no dataclass: whatever goes through the tensors of a batch need not look here.
+    It is no dataclass, so that code that walks through a batch's tensors skips it.
     """
 
     def __init__(self) -> None:
@@ -249,7 +249,7 @@ class ItemTensors:
     cross: Mapping[str, Tensor]
     labels: Mapping[str, Tensor]
     origin: BatchOrigin
-    values: Mapping[str, Tensor] = field(default_factory=dict)  # what a reader gave, or data.labels, by name
+    values: Mapping[str, Tensor] = field(default_factory=dict)  # arrays of a reader, or data.labels, by name
     cross_fields: Mapping[str, Tensor] = field(default_factory=dict)  # as edge_fields are
     copy: int = 0  # which of the item's draws in an epoch this is
 
@@ -371,13 +371,13 @@ class ItemBatch:
 
 @dataclass(frozen=True, eq=False)
 class TaskBatch:
-    """What a loader made of the items of a micro-batch: usually what the task's `collate` returned."""
+    """The items of a micro-batch as a loader yields them: usually the result of the task's `collate`."""
 
     numbers: tuple[int, ...]  # of the items in the table
     ids: tuple[str, ...]
     origin: BatchOrigin
     value: Any = None  # None where there are no items
-    rejected: tuple[Rejection, ...] = ()  # items that have no graph after all
+    rejected: tuple[Rejection, ...] = ()  # items whose graph could not be read
     weights: Mapping[str, Any] | None = None  # of the terms of its loss, where the task defines them
     cropped: int = 0  # items
     is_made: bool = True  # False: `collate` ran out of memory, or must not run ahead; `part` makes the value
@@ -387,7 +387,7 @@ class TaskBatch:
         return len(self.ids)
 
     def part(self, start: int, stop: int) -> Any:
-        """Return what `collate` makes of some of the items, which are read again unless they are all."""
+        """Collate some of the items; unless they are all, they are read again."""
         if (start, stop) == (0, len(self)) and self.is_made:
             return self.value
         assert self.read_again is not None

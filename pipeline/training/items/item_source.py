@@ -1,9 +1,9 @@
-"""An item as arrays by name, what the names mean, and where items are read from.
+"""An item as named arrays, the meaning of the names, and the sources of items.
 
-A field of a batch has the name of the array, `receptor.node.pos`, but for edges: `receptor.edge.near` and `cross.near`
-are pairs, and `receptor.edge.near.pae` lies along them. An axis is what has as many rows in all its fields:
-`receptor.node`, `receptor.edge.near`, `label.contact`. What a user's reader gives (`protocol.Reader`) is named more
-simply: `peaks.mz` lies along `peaks`, `precursor` is one an item.
+A field of a batch has the name of the array, such as `receptor.node.pos`. Edges differ: `receptor.edge.near` and
+`cross.near` are pairs, and `receptor.edge.near.pae` lies along them. An axis is a prefix whose fields all have the same
+number of rows: `receptor.node`, `receptor.edge.near`, `label.contact`. Arrays of a user's reader (`protocol.Reader`)
+have simpler names: `peaks.mz` lies along `peaks`, and `precursor` has one value an item.
 
 Items come from the cache, from structure files (graphs are built on reading), or from a user's reader. All give an item
 as the arrays and the JSON of its record, so that batches are the same bit for bit.
@@ -71,7 +71,7 @@ class ItemArrays(NamedTuple):
     id: str
     arrays: Mapping[str, Array]
     meta: Mapping[str, Any]
-    values: Mapping[str, Array] = MappingProxyType({})  # labels of the data set, which are no part of a graph
+    values: Mapping[str, Array] = MappingProxyType({})  # labels of the data set, which are not part of the graph
 
 
 class FieldForm(Enum):
@@ -79,12 +79,12 @@ class FieldForm(Enum):
 
     ROWS = "rows"  # joined along its axis
     ITEM = "item"  # stacked: one vector an item
-    DEGREE = "degree"  # how many edges each node has
+    DEGREE = "degree"  # the number of edges of each node
     NEIGHBOUR = "neighbour"  # the other ends of the edges
 
 
 class ArrayField(NamedTuple):
-    """What the name of an array says about it."""
+    """The meaning of an array, from its name."""
 
     name: str  # in a batch
     form: FieldForm
@@ -243,7 +243,7 @@ class BuiltGraphs:
                     raise DataError(f"{item.id}: {detail}", where=reason.value, remedy=GRAPH_AGAIN) from problem
             except (DataError, MemoryError):
                 raise
-            except Exception as error:  # a bug of ours or of a parser
+            except Exception as error:  # a bug in this package or in a parser
                 log.exception("the graph of %s could not be built", item.id)
                 reason, detail = Reason.GRAPH_FAILED, f"{type(error).__name__}: {error}"[:200]
             yield Rejection(item.id, reason, detail, item.origin, item.split)

@@ -71,7 +71,7 @@ class ItemTable:
     sizes: Mapping[str, Integers]  # each [N], in the type they are stored in: products of them may overflow
     items: PackedTexts | None = None  # or places, as JSON
     labels: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # each [N]; NaN where it is unknown
-    draws: Draws | None = None  # how an epoch draws from the items; None: each once
+    draws: Draws | None = None  # how an epoch samples the items; None: each once
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -230,7 +230,7 @@ class TableBuilder:
         return number
 
     def also(self, sizes: Iterable[str]) -> None:
-        """Add sizes that later items will have; earlier items have 0."""
+        """Add sizes, by name, that later items will have; earlier items have 0."""
         for name in sizes:
             self.sizes.setdefault(name, array("q", bytes(8 * len(self))))
 

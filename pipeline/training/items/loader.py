@@ -7,10 +7,9 @@ A batch is the joined graphs of its items, or what `collate` makes of them. Pinn
 the host, which waits for copies under way before it gives memory out again. It has blocks of powers of two; all are as
 large as the largest batch needs, so that a plan can count them: host memory is the slots times that.
 
-Processes can read in place of threads, for tasks whose Python would keep the interpreter of the training busy. They are
-forked with all that the loader knows, and write a batch's tensors to memory that both share; only an outline of the
-batch goes through a pipe. A process is a short cut: where it fails, for any reason, the thread that asked makes the
-batch itself, and raises what is wrong with it.
+Processes can read in place of threads, for tasks whose Python code would hold the GIL of the training. They are forked
+from the loader, and write a batch's tensors to shared memory; only an outline of the batch goes through a pipe. If a
+process fails for any reason, the thread that asked makes the batch itself, and raises any error in it.
 """
 
 from __future__ import annotations
@@ -97,9 +96,9 @@ class Loader:
     collate: Collate | None = None  # makes what is yielded of a batch's items, in any thread
     may_collate: Callable[[Sequence[str]], bool] = lambda _: True  # ahead, or a user's reader read; else `part` does
     weigh: Callable[[Any], Mapping[str, Any]] | None = None  # returns the weights of a batch's loss terms
-    reject: Callable[[Rejection], None] = lambda _: None  # called for items that have no graph after all
+    reject: Callable[[Rejection], None] = lambda _: None  # called for items whose graph could not be read
     mending: DamagedItems | None = None  # of records that cannot be read; without, that is an error
-    working: Callable[[Sequence[str]], AbstractContextManager[Any]] = nullcontext  # surrounds user code on these items
+    working: Callable[[Sequence[str]], AbstractContextManager[Any]] = nullcontext  # around user code on these items
 
     def __post_init__(self) -> None:
         if self.threads < 1 or self.slots < 2:
@@ -142,7 +141,7 @@ class Loader:
         reading = self._reading = Prefetch(self.sampler.drawn(), self._made_ahead, self.threads)
         try:
             while held := self._next(reading):
-                yield held.pop()  # nothing here keeps what the loop lets go of
+                yield held.pop()  # keep no reference, so that the loop can free the batch
         finally:
             reading.close()
             if self._reading is reading:
@@ -185,11 +184,11 @@ class Loader:
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, as JSON data, where to go on: after the last batch that was yielded, not the last that was read."""
+        """Return the position as JSON data: after the last batch that was yielded, not the last that was read ahead."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have the next loop begin at a saved position."""
+        """Let the next loop begin at a saved position."""
         self.close()
         self.sampler.load_state_dict(state)
 
@@ -198,7 +197,7 @@ class Loader:
         return replace(self._make(items, origin, None, ahead=ahead), read_again=self.fetch)
 
     def _made_ahead(self, micro: MicroBatch) -> TaskBatch:
-        """Make a batch, in any thread: by a process, where one can."""
+        """Make a batch in any thread, by a reader process if there is one."""
         made = None if self._processes is None else self._processes.make(micro, self._pinned)
         return replace(self.make(micro, self._pinned) if made is None else made, read_again=self.fetch)
 
@@ -310,7 +309,7 @@ class Prefetch:
         return first.result() if first is not None and first.done() and first.exception() is None else None
 
     def close(self) -> None:
-        """Drop what is under way; wait for threads that are at work."""
+        """Cancel pending batches; wait for threads that are at work."""
         for pool in (self._drawing, self._making):
             pool.shutdown(cancel_futures=True)
         self._waiting.clear()
@@ -319,13 +318,13 @@ class Prefetch:
 class BatchMemory:
     """Memory for batches, in blocks that are all as large as the largest batch needs.
 
-    A block is used again once nothing refers to it, as new memory costs as much as reading. A new one is written to at
-    once: else the process would grow for epochs, as larger batches come to each block.
+    A block is reused once nothing refers to it, because fresh memory costs as much time as reading. A new block is
+    written to at once: else the process would grow for epochs, as larger batches reach more of its pages.
     """
 
     def __init__(self, *, pin: bool) -> None:
         self._pin, self._block_bytes = pin, 0
-        self._free: list[NDArray[np.uint8]] = []  # torch itself keeps pinned ones
+        self._free: list[NDArray[np.uint8]] = []  # torch reuses pinned ones itself
 
     def __call__(self, used: int) -> torch.Tensor:
         if used > self._block_bytes:
@@ -373,7 +372,7 @@ class ReaderProcesses:
     def __init__(self, make: Make, count: int, *, batches: int) -> None:
         """Fork; `batches` may be in use at once."""
         self._runs = [SharedRun() for _ in range(batches)]
-        self._free: LifoQueue[int] = LifoQueue()  # the last first: no more have memory than were ever in use
+        self._free: LifoQueue[int] = LifoQueue()  # a stack: rarely used runs take no memory
         for run in range(batches):
             self._free.put(run)
         self._readers = [_forked(make, self._runs) for _ in range(count)]
@@ -382,7 +381,7 @@ class ReaderProcesses:
             self._idle.put(reader)
 
     def make(self, micro: MicroBatch, room: Room | None) -> TaskBatch | None:
-        """Have a process make a batch, over shared memory or copied to `room`; None where no process can."""
+        """Let a process make a batch, over shared memory or copied to `room`; return None if no process can."""
         try:
             run = self._free.get_nowait()
         except Empty:  # the loop keeps many batches
@@ -420,7 +419,7 @@ class ReaderProcesses:
             self._idle.put(reader)
 
     def end(self) -> None:
-        """Kill all processes, which have nothing to lose; none may be at work."""
+        """Kill all processes, which hold no state; none may be at work."""
         while self._readers:
             process, pipe = self._readers.pop()
             process.kill()
@@ -444,9 +443,9 @@ def _serve(make: Make, runs: Sequence[SharedRun], pipe: Connection) -> None:
     """Answer until the process that forked this one ends, or kills it."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever the training does then
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the training may have replaced it
     torch.set_num_threads(1)  # torch's threads were not forked
-    gc.freeze()  # untouched, the memory of that process stays shared, and nothing of it is finalised here
+    gc.freeze()  # keeps inherited memory shared, and runs no finalizers of the parent
     parent: Any = parent_process()
     with suppress(EOFError, OSError):
         while parent.sentinel not in wait([pipe, parent.sentinel]):

@@ -74,7 +74,7 @@ class Embeddings:
         storages = {recipe.storage for recipe in self._recipes}
         # The type of the numbers; fp32 can hold all that encoders store.
         self.dtype, _ = _DTYPES[storages.pop() if len(storages) == 1 else "fp32"]
-        self._found: dict[bytes, StoredEmbedding] = {}  # by the digest of the text
+        self._found: dict[bytes, StoredEmbedding] = {}  # by a digest of the text
         self._lock = Lock()
 
     def texts(self, sequences: Sequence[str]) -> tuple[Text, ...]:
@@ -218,7 +218,7 @@ def _count(length: int) -> bytes:
 
 
 def _room(into_LD: Array) -> Room:
-    """Return the memory for a record: its rows directly into the batch if they go there, the rest elsewhere."""
+    """Return memory for a record whose rows are read directly into the batch, if they fit there."""
 
     def room(length: int) -> tuple[memoryview, memoryview]:
         if not len(into_LD) or length <= into_LD.nbytes:

@@ -1,1 +1,1 @@
-"""The epochs: the trainer, where it stands, who is told, what is logged."""
+"""The training loop: trainer, phases, observer and metrics."""

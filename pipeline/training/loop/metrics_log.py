@@ -188,7 +188,7 @@ class _StepLines:
 
 
 def read_epochs(folder: Path) -> list[Epoch]:
-    """Return the logged metrics of each epoch, in order; of one that went on after its end, the last."""
+    """Return the logged metrics of each epoch, in order; the last, where an epoch was continued."""
     epochs = [Epoch.from_json(line) for line, _ in _read(folder / EPOCHS)]
     return list({epoch.epoch: epoch for epoch in epochs}.values())
 
@@ -220,8 +220,8 @@ def _number(value: float | None) -> str:
 
 
 TENSORBOARD, WANDB = "tensorboard", "wandb"
-FLUSH_S = 10  # a killed process loses at most so much
-LOGIN_S = 60  # a node without a network delays training by at most so much
+FLUSH_S = 10  # a killed process loses at most this much
+LOGIN_S = 60  # a node without network delays the training by at most this much
 TRACKED = "trackers.json"
 PROJECT = "pipeline"
 SERVICE = "https://api.wandb.ai"
@@ -301,7 +301,7 @@ class Wandb:
 def tracked_run(folder: Path) -> tuple[str, int]:
     """Return the id of a folder's W&B run, and the last step that it was ever sent.
 
-    Call it before `MetricsLog` cuts off lines. What earlier calls saw is remembered, since those lines are gone.
+    Call it before `MetricsLog` cuts off lines; the result of earlier calls is kept in a file.
     """
     known = read_json(folder / TRACKED)
     known = known if isinstance(known, dict) else {}

@@ -69,7 +69,7 @@ class TrainingObserver:
         self.device = device = self.model_step.device
         self._metrics: MetricsLog | None = None  # of rank 0
         self._newest: ObservedStep | None = None
-        self._running: ObservedStep | None = None  # the same while it runs; None in a rehearsal or a validation
+        self._running: ObservedStep | None = None  # the running step; None in a rehearsal or a validation
         self._ooms = self._ooms_before = 0  # of this process: so far, and up to the end of the last epoch
         self._crash_note = CrashNote(self.folder.path / f".on-rank-{self.ranks.rank}")
         limit_bytes = self.prepared.limit_bytes
@@ -141,7 +141,7 @@ class TrainingObserver:
         self.context.report.figures |= {name: float(value) for name, value in metrics.items() if value is not None}
 
     def slow_rank(self, what: str) -> None:
-        """Report the rank that all others wait for, or that there is none any more."""
+        """Report the rank that all others wait for, or that none is slow any longer."""
         if what and SLOW_RANK not in self.context.report.warnings:
             self.say(f"WARNING: {what}")
         self.context.report.warnings.pop(SLOW_RANK, None)
@@ -203,7 +203,7 @@ class TrainingObserver:
     # Leaks
 
     def _live_bytes(self) -> int:
-        """Return what tensors take of the GPU, without a batch that was copied ahead, which may have any size."""
+        """Return the GPU memory of live tensors, without a batch that was copied ahead, whose size varies."""
         ahead = self.model_step.ahead
         return Card(self.device).memory("allocated") - (ahead.bytes if ahead is not None else 0)
 

@@ -81,14 +81,14 @@ class Phase:
             return
         self.loader.load_state_dict(self.at(epoch, first))
         batches, fetch = step.clock.each(READ, self.loader.read()), partial(self._fetch, step.clock)
-        hold = max(0, self.loader.slots - 2)  # one is used, the next is read
+        hold = max(0, self.loader.slots - 2)  # one is in use while the next is read
         ahead = step.ahead if self.plan.ahead_bytes else None
         named: dict[str, Any] = {"hold": hold, "left_out": leave_out, "ahead": ahead, "at_hand": self.loader.at_hand}
         while not (share := RankShare(batches, fetch, **named)).is_over:
             yield share
 
     def _fetch(self, clock: StepClock, numbers: Sequence[int], origin: BatchOrigin) -> TaskBatch:
-        """Read a micro-batch again: some of it may be left out, or fit only in pieces."""
+        """Read a micro-batch again, in pieces that fit, without items that are left out."""
         with clock.within(READ):
             return self.loader.fetch(numbers, origin, ahead=True)
 
@@ -126,10 +126,10 @@ def rehearse(stepper: ExactStep, phase: Phase, *, say: Callable[[str], None], le
 
 def make_state(step: Step) -> None:
     """Allocate the optimizer's state before it is needed; raise if there is no room for it."""
-    for _ in range(2):  # once more, without what is held for reuse
+    for _ in range(2):  # once more, after freeing caches
         if out_of_memory_error(step.make_state) is None:
             return
-        step.optimizer.state.clear()  # there may be half of it
+        step.optimizer.state.clear()  # it may be half made
         step.release()
         free_caches(step.device)
     problem = "the state of the optimizer does not fit in memory"

@@ -1,4 +1,4 @@
-"""Stage train: a plan, graphs and embeddings in; checkpoints, figures and a trained model out."""
+"""Stage train: from a plan, graphs and embeddings to checkpoints, metrics and a trained model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Items:
 
     table: ItemTable
     cost_N: Integers
-    likeness_N: Integers  # by which they are put in order, under any plan
+    likeness_N: Integers  # orders an epoch; the same under every plan
 
     def without(self, ids: Collection[str]) -> Items:
         """Return the items but those with these ids."""
@@ -85,11 +85,11 @@ class Job:
     say: Callable[[str], None]
     task: Task
     stage_tasks: Mapping[str, Task] = field(default_factory=dict)  # of phases with other options, by name
-    remember: Callable[[int, float], None] = lambda _bytes, _s: None  # what a card held in an epoch, and a step took
+    remember: Callable[[int, float], None] = lambda _bytes, _s: None  # records a card's memory and a step's time
     leave_out: frozenset[str] = frozenset()
-    damaged: DamagedItems | None = None  # what to do about records that cannot be read; None: that is an error
+    damaged: DamagedItems | None = None  # handles records that cannot be read; None: they are errors
     settings: Mapping[str, Any] = field(default_factory=dict)  # the frozen configuration, for trackers
-    claim: ModelClaim | None = None  # on the model's folder; of the first rank
+    claim: ModelClaim | None = None  # on the model's folder; rank 0 only
     prune: MedianStop | None = None  # which may end it early, among the others of its sweep
 
     def loader(
@@ -116,7 +116,7 @@ class Job:
         draws = items.table.draws if shuffle else None
         sampler = Sampler(sizes, settings, rank=self.ranks.rank, ranks=self.ranks.world, data=data, draws=draws)
         task = self.task_of(phase)
-        weighs = shuffle and isinstance(task, Weights)  # nobody asks for the weights of an evaluation
+        weighs = shuffle and isinstance(task, Weights)  # an evaluation needs no weights
         return Loader(
             self.source(items.table),
             self.embeddings(),
@@ -136,7 +136,7 @@ class Job:
         )
 
     def _may_collate(self, ids: Sequence[str]) -> bool:
-        """Tell whether items may be collated ahead: not those left out, and none where one thing at a time is done."""
+        """Tell whether items may be collated ahead: not if some are left out, or if nothing may run in parallel."""
         return not self.tell.careful and self.leave_out.isdisjoint(ids)
 
     @property
@@ -155,7 +155,7 @@ class Job:
         return self.stage_tasks.get(phase.name, self.task)
 
     def budget_of(self, budget: int) -> int:
-        """Return what is left of a budget after the GPU has run out of memory."""
+        """Return a budget, reduced for each time that the GPU ran out of memory."""
         return shrunk_budget(budget, self.tell.shrink)
 
 
@@ -207,7 +207,7 @@ def trainer_of(job: Job) -> Trainer:
     if train.compile:
         step.model.compile(mode=train.compile_mode)
     phases, checkpoints = _phases(job, step), _checkpoints(job, step)
-    # The memory of one that shrinks was too little
+    # after the card ran out of memory, no batch is copied ahead
     if is_card(step.device) and not (step.is_spread or job.tell.shrink):
         step.ahead = CopyAhead(step.device)
     watch = _watch(job, step, checkpoints)
@@ -275,7 +275,7 @@ def _checkpoints(job: Job, step: Step) -> CheckpointFolder:
     )
     if job.ranks.rank == 0:
         checkpoints.sweep()
-    job.ranks.exchange({})  # nobody writes before that
+    job.ranks.exchange({})  # no rank writes before that
     return checkpoints
 
 
@@ -369,7 +369,7 @@ class Fresh:
         if self._is_fresh:
             self._is_fresh = False
             return
-        step.optimizer.state.clear()  # memory has ended: room for the other
+        step.optimizer.state.clear()  # frees memory for the new one
         other = fresh_step(self._job)
         with torch.no_grad():
             step.model.load_state_dict(other.model.state_dict())

@@ -1,8 +1,8 @@
-"""The training loop: epoch, step, validation, checkpoint, on all ranks together, from any checkpoint to the end.
+"""The training loop of all ranks: epochs, steps, validations and checkpoints, from any checkpoint to the end.
 
-It reads from `Trainer.run` downwards. All ranks make the same decisions, from what they exchange (`StepReport`).
-Budgets change, checkpoints are saved and signals are obeyed only between steps. A step whose loss or gradient is not
-finite, or during which a rank lost its parameters, is left out, or training returns to a checkpoint.
+Start to read at `Trainer.run`. All ranks make the same decisions, from the reports that they exchange (`StepReport`).
+Budgets change, checkpoints are saved and signals are obeyed only between steps. A step with a loss or gradient that is
+not finite is skipped, or training returns to a checkpoint; so it does after an out-of-memory in the optimizer.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from pipeline.training.step.exact_step import ExactStep, RankReport, RankShare, StepReport
     from pipeline.training.step.step import Step
 
-WORTH_SAVING_S = 60.0  # a validation after so much unsaved work begins with a checkpoint
-LOOK_EVERY_S = 1.0  # at the host's memory: reading its files takes as long as much else of a step
+WORTH_SAVING_S = 60.0  # with more unsaved work than this, a validation begins with a checkpoint
+LOOK_EVERY_S = 1.0  # reads the host's memory this often: its files take much of a small step's time
 ROLLBACKS = 3  # without a good step in between
 LOSS = "loss"
 
@@ -62,7 +62,7 @@ class Trainer:
     host: HostMeter | None = None
     ending: Callable[[], int] = lambda: 0  # the signal that asked this process to end; 0: none
     leave_out: frozenset[str] = frozenset()
-    damaged: DamagedItems | None = None  # what loaders could not read
+    damaged: DamagedItems | None = None  # records that loaders could not read
     prune: MedianStop | None = None  # may end the training early; the first rank decides
     pace: RankPace | None = None
 
@@ -70,14 +70,14 @@ class Trainer:
     phase: Phase = field(init=False)  # whose budget and task the step has
     ended_by: int = field(default=0, init=False)  # a signal
     is_pruned: bool = field(default=False, init=False)
-    _restarts: bool = field(default=False, init=False)  # the loader must read again: new budget, rollback or lost items
-    _rollbacks: int = field(default=0, init=False)  # since training last came further
-    _furthest: int = field(default=0, init=False)  # step that it had reached before these
+    _restarts: bool = field(default=False, init=False)  # the loader must: new budget, rollback or skipped items
+    _rollbacks: int = field(default=0, init=False)  # without progress beyond `_furthest`
+    _furthest: int = field(default=0, init=False)  # the step that training had reached before its rollbacks
     _saved_s: float = field(default_factory=time.monotonic, init=False)  # time of the last checkpoint
-    _host_share: float = field(default=0.0, init=False)  # of the host's memory that is used, when it was last looked at
+    _host_share: float = field(default=0.0, init=False)  # of the host's memory in use, as last read
     _looked_s: float = field(default=-math.inf, init=False)
     _step_began_s: float = field(default_factory=time.monotonic, init=False)
-    _spent_s: float = field(default=0.0, init=False)  # on the work of its steps, at its last report
+    _spent_s: float = field(default=0.0, init=False)  # own time of steps, at the last report
 
     def __post_init__(self) -> None:
         self.stepper.complete = self._complete
@@ -149,7 +149,7 @@ class Trainer:
         return next((phase for phase in self.phases if self.state.epoch in phase.epochs), self.phases[-1])
 
     def _enter(self, phase: Phase) -> None:
-        """Switch to a phase; what the last one has learned of its budget holds for this one in proportion."""
+        """Switch to a phase; scale what the last one learned about its budget to the new budget."""
         if phase is self.phase:
             return
         learned = self.governor.budget / self.governor_of(self.phase).budget
@@ -179,7 +179,7 @@ class Trainer:
                 "reading fell behind: switching to reader processes (to prevent: --set train.readers=threads)"
             )
         state.end_epoch()
-        self._enter(self._phase_of_epoch())  # even if the training is over: with more patience it continues there
+        self._enter(self._phase_of_epoch())  # also at the end: with more patience, a later run continues there
         why_pruned = self._why_pruned() if metrics and not self.is_over else ""
         self._save(value, wait=bool(why_pruned))  # before it is pruned: a plain training may continue from here
         if why_pruned:
@@ -231,7 +231,7 @@ class Trainer:
             self._after_step(report, None if norm is None else {"learning_rate": rate, "gradient_norm": norm})
 
     def _complete(self, report: RankReport) -> None:
-        """Add to this rank's report of a step what all ranks decide by between steps."""
+        """Add to this rank's report the facts for decisions between steps."""
         checkpoints = self.train.checkpoints
         now_s = time.monotonic()
         is_late = (now_s - self._saved_s) / 60 >= checkpoints.minutes
@@ -365,7 +365,7 @@ class Trainer:
         learned = self.governor.learned
         with self.ranks.patient("the first run"):
             wanted = rehearse(self.stepper, self.phase, say=self.observer.say, leave_out=self.leave_out)
-        if self.done and wanted == self.governor.budget:  # a resumed run knows what an uninterrupted one would
+        if self.done and wanted == self.governor.budget:  # so a resumed run knows the same as an uninterrupted one
             self.governor.learned = learned
         if self.governor.adopt(min(report["budget"] for report in self.ranks.exchange({"budget": wanted}))):
             self.phase.cut_by(self.governor.budget)
@@ -405,8 +405,7 @@ class Trainer:
     def _lose(self, items: set[str]) -> None:
         """Continue without items that cannot be read; raise if too many are lost by now.
 
-        In that case the newest checkpoint is the last that all items made: it is saved before the first step without
-        some.
+        Before the error, the state from before the first skipped item is saved as the newest checkpoint.
         """
         assert self.damaged is not None
         too_many = self.damaged.too_many(items)
@@ -438,7 +437,7 @@ class Trainer:
         for phase in self.phases:
             phase.loader.close()
         self._resume()
-        make_state(self.step)  # a checkpoint of the beginning has none
+        make_state(self.step)  # a checkpoint of step 0 has none
         self.state.poisoned |= before.poisoned
         self.state.damaged |= before.damaged  # loaders report each only once
         self._restarts = True

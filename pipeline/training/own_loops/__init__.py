@@ -1,1 +1,1 @@
-"""Loops that others have written: exact steps that outlive an out-of-memory, in one process or over ranks."""
+"""Users' own training loops: exact steps that survive an out-of-memory, in one process or over ranks."""

@@ -1,4 +1,4 @@
-"""A loop of your own, without out-of-memory errors: a step splits what does not fit, and has the same gradients.
+"""Your own training loop without out-of-memory errors: a step splits items that do not fit; gradients stay the same.
 
     from pipeline.api import Governed
 
@@ -10,13 +10,13 @@
 items, or residues, it is of. It moves them to the device itself. Splitting changes what a model computes over a batch
 as a whole: batch normalisation, and losses that compare the items of a batch.
 
-Over several processes each hands over its own items, or none, and all make the same steps, whoever started them:
-torchrun, srun, Lightning or Accelerate. A step is that of the items of all ranks: its loss is the sum over all of them
-by their weight, which is what DistributedDataParallel has where all ranks have the same weight. All begin with the
-parameters of the first rank. A wrapper that adds up gradients in every backward is kept quiet: a rank may run out of
-memory in any of them. Where a rank cannot continue, all ranks raise its reason.
+With several processes (torchrun, srun, Lightning or Accelerate), each rank passes its own items, or none, and all ranks
+make the same number of steps. The loss is the sum over all ranks' items divided by their weight;
+DistributedDataParallel computes the same where all ranks have the same weight. All ranks start from the parameters of
+rank 0. A DDP wrapper's own all-reduce is switched off, because a rank may run out of memory in any backward. If a rank
+cannot continue, all ranks raise its reason.
 
-The step is the one that trainings make (`step.exact_step`), with one loss term and no remedies for a single item.
+The step is the one of `step.exact_step`, with one loss term and no remedies for a single item.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ PLAIN = (
     "   or train it by pipeline submit train --set train.sharding=true"
 )
 SHARED_OUT = {"FullyShardedDataParallel", "FSDPModule"}  # by name: to import them takes long
-BACKOFF = 0.75  # without a plan, all that is known is that half of the piece did fit
-DAY_S = 86_400.0  # what a loop of others does between two steps may take long: only a death counts as a loss
+BACKOFF = 0.75  # without a plan, all that is known is that half of the piece fitted
+DAY_S = 86_400.0  # a user's loop may take long between two steps: a rank counts as lost only when its process dies
 LOSS = "loss"
 
 
@@ -99,9 +99,9 @@ class Governed:
     ) -> None:
         """Wrap a model and its optimizer.
 
-        `cost` says what an item costs, in any unit that adds up, and `budget` what may run at once, if that is known.
-        `too_large` is what becomes of an item that does not fit alone, `clip` the norm of all gradients at most;
-        `backward` stands in for that of torch. `events` keeps what happened; `on_event` is called with each.
+        `cost` returns an item's cost in any additive unit; `budget` is the cost that may run at once, if known.
+        `too_large` decides about an item that does not fit alone. `clip` limits the gradient norm; `backward` replaces
+        torch's. `events` lists what happened; `on_event` is called with each event.
         """
         self._wrappers = wrappers_of(model)
         self._step = step = _OwnStep(model, optimizer, clip)
@@ -127,13 +127,13 @@ class Governed:
         self.ranks.progress(f"step {self.steps}")
         for wrapper in self._wrappers:
             wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
-            wrapper.static_graph = False  # it would begin the first backward's exchange all the same
+            wrapper.static_graph = False  # else the first backward would exchange gradients despite these two
         try:
             loss = self._made(items, loss_of)
         except Exception as error:
             if not isinstance(error, RankLost) and self.ranks.world > 1:
                 reason = str(error).partition("\n")[0] or type(error).__name__
-                with suppress(RankLost):  # they are gone already
+                with suppress(RankLost):  # the other ranks are gone already
                     self.ranks.exchange({"failed": reason})
             raise
         self.steps += 1
@@ -247,10 +247,10 @@ class _OwnExactStep(ExactStep):
 
 
 class ForeignRanks(Ranks):
-    """`Ranks` over a process group that others have begun, and will end."""
+    """`Ranks` over a process group that the user's program started, and will end."""
 
     def __init__(self, device: str) -> None:
-        """Use torch's process group; messages go over gloo, for which all ranks begin a group where there is none."""
+        """Use torch's process group; where it has no gloo, all ranks start a gloo group for messages."""
         end_after_gloo()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         has_gloo = f"{CPU}:{dist.Backend.GLOO}" in dist.get_backend_config()
@@ -275,7 +275,7 @@ def _unless_lost(call: Callable[[], Any]) -> Any:
 
 
 def ranks_of(device: str) -> Ranks:
-    """Return the ranks that this process is one of: in torch's process group, or as torchrun or srun started it."""
+    """Return the ranks of this process: those of torch's process group, or those that torchrun or srun started."""
     if not dist.is_available():
         return Ranks()
     if dist.is_initialized():
@@ -293,7 +293,7 @@ def ranks_of(device: str) -> Ranks:
 
 
 def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
-    """Return the wrappers in a model that add up gradients; refuse those that share out its parameters."""
+    """Return the DDP wrappers in a model; refuse FSDP."""
     for module in model.modules():
         kind = SHARED_OUT & {of.__name__ for of in type(module).__mro__}
         if kind:

@@ -1,8 +1,8 @@
-"""The governor under PyTorch Lightning (extra `lightning`): figures, habits, and steps that outlive an out-of-memory.
+"""The governor under PyTorch Lightning (extra `lightning`): memory records, and steps that survive an out-of-memory.
 
     Trainer(callbacks=[GovernorCallback(splits=True)]).fit(model, loader)
 
-splits a loader's batches as they must be, on one device or on many (strategy `ddp`), with the gradients of the whole:
+splits a loader's batches where needed, on one device or many (strategy `ddp`), with the gradients of the whole batch:
 `training_step` returns the mean loss of the items that it is given, and is called with parts of a batch. Of a batch,
 every tensor has one row for each item. A module that optimizes manually says itself what a part is:
 

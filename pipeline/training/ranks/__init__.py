@@ -43,10 +43,10 @@ class Ranks:
         return [json.loads(json.dumps(message))]  # as it would come from another
 
     def add_up(self, tensors: Sequence[Tensor], buffer: Tensor | None = None) -> None:
-        """All-reduce tensors, of the same shapes on every rank, to their sums in place; pack them into `buffer`."""
+        """All-reduce tensors in place, packed into `buffer`; their shapes are the same on every rank."""
 
     def collective(self, begin: Callable[[], Work], *, in_stream: bool = False) -> None:
-        """Begin a collective call and wait for it, or only place it in the stream; raise if a rank is lost."""
+        """Begin a collective call and wait for it, or only enqueue it; raise if a rank is lost."""
 
     def progress(self, activity: str) -> None:
         """Note what this rank does now, such as `step 12`; a rank that notes nothing for too long counts as hung."""

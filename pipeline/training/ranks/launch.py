@@ -1,8 +1,8 @@
 """Starts the processes of a task on this machine, such as the ranks of a training, and waits for all of them.
 
-A rank is the given command with `--part 1/3 --meeting NAME`: its rank, the world size, and a name that only the ranks
-of this start share. Signals are forwarded to all. When one fails, the others have some time to end by themselves (they
-notice, see `rank_monitor`), then they get SIGTERM, then SIGKILL; all are waited for.
+Each rank is the given command with `--part 1/3 --meeting NAME`: its rank, the world size, and a name unique to this
+start. Signals are forwarded to all. When one fails, the others have some time to end by themselves (they notice, see
+`rank_monitor`), then they get SIGTERM, then SIGKILL; all are waited for.
 """
 
 from __future__ import annotations

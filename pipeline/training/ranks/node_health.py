@@ -1,8 +1,8 @@
-"""Whether a node can do the work that it was given, looked at before the first step.
+"""Checks a node's health before the first step, in less than a second.
 
-On a broken node a training ends after an hour, or takes twice the time, and the next job gets the same node. A defect
-ends the job before its ranks meet, and the run avoids the node from then on. The checks take less than a second, and
-find only what the node itself reports or does wrong.
+On a broken node a training fails after an hour, or takes twice the time, and the next job may get the same node. A
+defect ends the job before its ranks connect, and the run avoids the node from then on. The checks find only defects
+that the node reports, or that show in a small computation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SIZE = 512  # of the matrices of the product
-APART_S = 60.0  # more than that between clocks makes the times in logs misleading
+APART_S = 60.0  # a larger difference between clocks makes the times in logs misleading
 WITHIN_S = 20.0  # nvidia-smi answers
 JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", SEVERAL)  # with one of them, a task may get another node
 
@@ -50,7 +50,7 @@ def may_get_another_node() -> bool:
 
 
 def defects(device: str, host_bytes: int, card_bytes: int) -> Iterator[str]:
-    """Yield what makes this node unfit for work that needs so much memory of the host and of the card."""
+    """Yield the defects that make this node unfit for work that needs this much host and card memory."""
     free_bytes = psutil.virtual_memory().available
     if free_bytes < host_bytes:
         yield f"only {format_bytes(free_bytes)} of its memory are free; {format_bytes(host_bytes)} are needed"
@@ -69,7 +69,7 @@ def defects(device: str, host_bytes: int, card_bytes: int) -> Iterator[str]:
 
 
 def cautions(device: str, shared: Path) -> Iterator[str]:
-    """Yield what people should know of this node, although it can work; `shared` is a folder of all nodes."""
+    """Yield warnings about this node, which can still work; `shared` is a folder that all nodes see."""
     with suppress(OSError), tempfile.NamedTemporaryFile(dir=shared) as file:
         apart_s = time.time() - os.fstat(file.fileno()).st_mtime
         if abs(apart_s) > APART_S:
@@ -83,7 +83,7 @@ def cautions(device: str, shared: Path) -> Iterator[str]:
 
 def _unwritable(folder: Path) -> str:
     """Write a little to the node's own disk and read it back; return what is wrong, or ''."""
-    if not folder.is_dir():  # the variable came from another machine: programs use /tmp then
+    if not folder.is_dir():  # the variable is from another machine; programs then use /tmp
         return ""
     text = os.urandom(MIB)
     try:

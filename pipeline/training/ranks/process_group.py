@@ -1,7 +1,7 @@
 """`Ranks` over torch.distributed: several processes that train one model.
 
-JSON messages go over gloo, sums over NCCL where tensors are on GPUs. A rank that waits in one of them checks once a
-second whether another was lost, and can be interrupted by a signal.
+JSON messages go over gloo, all-reduces of GPU tensors over NCCL. A rank that waits in a collective checks once a second
+whether another rank was lost, and can be interrupted by a signal.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def join_process_group(
 ) -> MonitoredRanks:
     """Join the process group once all ranks have come, through a folder that all see.
 
-    A GPU must have been made the current device before. What collectives take of its memory, those of sharded models
-    too if `sharded`, is taken here, so that later measurements include it.
+    A GPU must be the current device already. Collectives allocate their buffers here, with `sharded` also those of
+    FSDP, so that later measurements include them.
     """
     limits = limits or HangLimits()
     monitor = RankMonitor(place, limits)
@@ -77,7 +77,7 @@ def join_process_group(
     met = monitor.start(folder, shared, within_s)
     for interface, owned in psutil.net_if_addrs().items():
         if met.address in (known.address for known in owned):
-            os.environ.setdefault(INTERFACE, interface)  # rather than that of the host name, often the loopback
+            os.environ.setdefault(INTERFACE, interface)  # by the host name it would often be the loopback
     group = ProcessGroup(monitor, limits)
     try:
         store = store or _store(met.links[0].peer, met.shared["store"])
@@ -91,7 +91,7 @@ def join_process_group(
         )
         if is_card(device):
             group.warm_up(device, sharded=sharded)
-        elif place.rank == 0:  # NCCL may connect once more
+        elif place.rank == 0:  # with a card the store stays open: NCCL may connect again
             _shut(door)
     except (RuntimeError, OSError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -109,7 +109,7 @@ def _store(host: str, port: int, listener: int | None = None) -> TCPStore:
 
 
 def _shut(door: int) -> None:
-    """Have a store, which would admit everybody, accept no connection from now on; it keeps those that it has."""
+    """Stop a store from accepting connections, since it would accept any; open ones stay."""
     with socket.socket() as unbound:
         os.dup2(unbound.fileno(), door)
 
@@ -174,7 +174,7 @@ class ProcessGroup(MonitoredRanks):
         reduce_in_pieces(tensors, self._sum, buffer)
 
     def _sum(self, flat: Tensor) -> None:
-        # on a card a sum only takes its place in the stream: whoever reads it waits
+        # on a card the all-reduce is only enqueued; kernels that read the result wait in the stream
         self.collective(partial(dist.all_reduce, flat, async_op=True), in_stream=is_card(flat.device))
         if not self._has_stepped:
             self._has_stepped = True
@@ -182,7 +182,7 @@ class ProcessGroup(MonitoredRanks):
             self.progress(self._monitor.doing.what)
 
     def warm_up(self, device: str, *, sharded: bool) -> None:
-        """Make each kind of collective call once, small and large: a library takes its memory at the first of each."""
+        """Make each kind of collective call once, small and large, so that the library allocates its buffers now."""
         for values in (self.world, PIECE_BYTES // 4 // self.world * self.world):
             whole = torch.zeros(values, device=device)
             own = whole[: values // self.world].clone()
@@ -200,7 +200,7 @@ class ProcessGroup(MonitoredRanks):
         free_caches(device)
 
     def collective(self, begin: Callable[[], dist.Work], *, in_stream: bool = False) -> None:
-        """Begin a collective call and wait for it, or only place it in the stream; raise if a rank is lost.
+        """Begin a collective call and wait for it, or only enqueue it; raise if a rank is lost.
 
         Meanwhile this rank waits for the others, and does not count as hung.
         """
@@ -252,26 +252,26 @@ def place_in_group() -> tuple[int, int]:
 
 @cache
 def end_after_gloo() -> None:
-    """Have this process end only once torch's threads of gloo are at rest.
+    """Delay this process's exit until torch's gloo threads are idle.
 
-    Such a thread gives up a call's tensors after whoever waited for the call has gone on. If Python ends meanwhile, the
-    thread cannot have the interpreter for it, and that aborts the process: a training that is done counts as failed.
+    Such a thread releases a call's tensors after the caller has continued. If the interpreter shuts down first, the
+    thread cannot take the GIL, and the process aborts: a finished training would count as failed.
     """
     atexit.register(_await_gloo)
 
 
 def _await_gloo() -> None:
-    """Wait until gloo's threads sleep, and have not been awake between two looks."""
+    """Wait until gloo's threads sleep and have not run between two looks."""
     until, before = time.monotonic() + GLOO_RESTS_WITHIN_S, list[list[str]]()
     while (now := _gloo_threads()) and time.monotonic() < until:
         if now == before and all(state.startswith("S") for state, *_ in now):
             return
         before = now
-        time.sleep(0.001)  # they may have the interpreter meanwhile
+        time.sleep(0.001)  # releases the GIL for them
 
 
 def _gloo_threads() -> list[list[str]]:
-    """Return the state of each of torch's threads of gloo, and how often it has given up its core; [] off Linux."""
+    """Return the state and context switches of each of torch's gloo threads; [] off Linux."""
     texts = []
     for file in Path("/proc/self/task").glob("*/status"):
         with suppress(OSError):  # it has ended
@@ -280,7 +280,7 @@ def _gloo_threads() -> list[list[str]]:
 
 
 def reduce_in_pieces(tensors: Iterable[Tensor], reduce: Callable[[Tensor], Any], buffer: Tensor | None = None) -> None:
-    """Reduce tensors in place, small ones packed into flat tensors of one type, in a buffer if given."""
+    """All-reduce tensors in place; small ones are packed into flat tensors of one type, in `buffer` if given."""
     plain = (tensor.detach() for tensor in tensors if tensor.numel())
     reals = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in plain)
     # Groups of one device and type, of at most so many bytes; a larger tensor is alone. The function is private, but it

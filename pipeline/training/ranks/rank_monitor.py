@@ -1,23 +1,22 @@
-"""Ranks that were started apart find each other, and then watch over each other, so that none waits in vain.
+"""Connects the ranks of a training, then watches them, so that no rank waits for a dead one.
 
-Meeting happens on a node that strangers use too. Rank 0 lets the kernel pick a port. It writes its addresses and two
-random words into a file of the run, which only this user can read and whose name no other start of the ranks has. The
-others look for the file, connect, send the first word and expect the second. So they never join another program that
-now has the port of a file that was left behind.
-
-The connections stay open: over them, a thread in each rank talks to rank 0 twice a second. It notices three failures:
+Other users share the nodes. Rank 0 lets the kernel pick a port. It writes its addresses and two random words into a
+file of the run, which only this user can read and whose name is unique to this start. The others look for the file,
+connect, send the first word and expect the second. So they never join another program that now uses the port in an old
+file. The connections stay open: over them, a thread in each rank exchanges messages with rank 0 twice a second. It
+detects three failures:
 
 - a process dies: the kernel closes its connection at once (or finds, within 25 s, that the node is gone);
 - a process hangs: its own thread sees that it neither reports progress nor waits for others, prints its stacks and ends
   it;
 - a process hangs so that none of its threads runs: the others get no message from it for as long.
 
-A rank that waits for others does not hang, unless all wait. Time is counted in beats, so a job that was suspended and
-continues does not hang either. All ranks learn the name of the lost rank: the next `check` raises it. Where the program
-does not come to that, because it computes or is stuck in a library, the thread ends the process.
+A rank that waits for others does not count as hung, unless all wait. Time is counted in beats, so a suspended job does
+not count as hung either. All ranks learn the name of the lost rank: the next `check` raises it. If the program does not
+reach a `check`, because it computes or is stuck in a library, the thread ends the process.
 
-torch's TCPStore could not replace the connections: it admits everybody and lists its keys to them, reports no broken
-connection, and waits forever for a process that is stopped (torch 2.13).
+torch's TCPStore cannot replace the connections: it accepts every client and lists its keys, reports no broken
+connection, and waits forever for a stopped process (torch 2.13).
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class JsonLink:
         self.address, self.peer = (writer.get_extra_info(name)[0] for name in ("sockname", "peername"))
 
     def drop_in_child(self) -> None:
-        """Let go of the connection in a forked process, which would hide the death of its parent."""
+        """Close the connection in a forked process, where it would hide the death of the parent."""
         if (fd := self._socket.fileno()) >= 0:
             with socket.socket() as unconnected:
                 os.dup2(unconnected.fileno(), fd)
@@ -124,7 +123,7 @@ async def _gather(place: RankPlace, file: Path, shared: Mapping[str, Any], withi
     all_came = asyncio.Event()
 
     async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Let a rank in; disconnect a stranger, at the latest when it has been silent for too long."""
+        """Admit a rank; disconnect other programs, at the latest when they have been silent for too long."""
         silent[link := JsonLink(reader, writer)] = None
         if len(silent) > MOST_SILENT:
             next(iter(silent)).close()
@@ -242,7 +241,7 @@ class Activity:
 
     what: str
     allowance_s: float  # how long that may take
-    calls: int = 0  # how many things all ranks do together it has begun
+    calls: int = 0  # the number of collective calls it has begun
     waits: bool = False  # for the others
 
 
@@ -335,7 +334,7 @@ class RankMonitor:
         return self._error()
 
     def leave(self, why: str = "") -> None:
-        """Say good-bye to the other ranks, with a reason if this one cannot go on, and stop watching."""
+        """Tell the other ranks that this one leaves, with a reason if it cannot continue, and stop watching."""
         self._farewell = why
 
     def close(self) -> None:
@@ -348,7 +347,7 @@ class RankMonitor:
         return RankLost(f"one of {self.place.world} ranks is lost: {self._loss}", remedy=remedy)
 
     async def _watch(self) -> None:
-        """Judge and report until this rank leaves; rank 0, through which the others hear of each other, stays last."""
+        """Judge and report until this rank leaves; rank 0, which relays all reports, leaves last."""
         beaten = time.monotonic()
         while self._farewell is None:
             await self._pause()
@@ -415,7 +414,7 @@ class RankMonitor:
             with suppress(Exception):
                 faulthandler.dump_traceback(file=STDERR, all_threads=True)
             self._find(own.lost(f"made no progress for {own.idle_s:.0f} s"))
-            # to end with messages unread would reset the connections, and lose what was sent
+            # closing with unread messages would reset the connections, and lose sent ones
             await asyncio.sleep(BEAT_S)
             os._exit(HUNG)
         for peer in self._peers.values():

@@ -1,4 +1,4 @@
-"""Which rank all others wait for, by the time that each needs for its own part of a step."""
+"""Finds a rank that all others wait for, by each rank's own time in a step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SLOW = 1.3  # times the others' median
 
 
 class RankPace:
-    """Adds up the times of all ranks; `slowest` says what they showed last, or is empty."""
+    """Adds up the times of all ranks; `slowest` describes the slow rank, if there is one."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self.hosts, self.slowest = hosts, ""
         self._steps, self._spent_s = 0, [0.0] * len(hosts)
 
     def add(self, spent_s: Sequence[float]) -> bool:
-        """Add a step; return whether `slowest` was looked at again."""
+        """Add a step; return whether `slowest` was updated."""
         self._steps += 1
         self._spent_s = [before + now for before, now in zip(self._spent_s, spent_s, strict=True)]
         if len(self.hosts) == 1 or self._steps < STEPS:

@@ -108,7 +108,7 @@ SMALLEST_BYTES = 1 << 16  # below, a copy costs more than the memory is worth
 
 
 class Pinned:
-    """Copies to the host's memory, which is pinned for tensors of a card, and back."""
+    """Copies tensors to host memory, pinned for tensors of a card, and back."""
 
     def __init__(self) -> None:
         self._chunks = PinnedChunks()
@@ -137,9 +137,9 @@ class Pinned:
 
 
 class PinnedChunks:
-    """Pinned memory for tensors that come and go, in chunks of one size; torch keeps a chunk that is free for the next.
+    """Pinned memory for short-lived tensors, in chunks of one size, which torch caches and reuses.
 
-    A chunk is free once all that lay in it is gone, and copies from it to a card have ended.
+    A chunk is free once all tensors in it are gone, and copies from it to a card have ended.
     """
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -147,7 +147,7 @@ class PinnedChunks:
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def pieces(self, size_bytes: int) -> list[Tensor]:
-        """Return memory of this size, in pieces behind what was given out last."""
+        """Return memory of this size, in pieces that follow the last ones."""
         pieces = []
         while size_bytes:
             if self._used >= self._chunk_bytes:
@@ -170,7 +170,7 @@ def offloaded(model: nn.Module, carrier: Any) -> torch.autograd.graph.saved_tens
 
     def away(tensor: Tensor) -> Any:
         if tensor.nbytes < SMALLEST_BYTES or _place(tensor) in own:
-            return tensor.detach()  # undetached, an output would hold the graph that holds it, and never be freed
+            return tensor.detach()  # else outputs and their graphs would be reference cycles
         return carrier.away(tensor), tensor.device
 
     def back(kept: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The gradients of a loss that compares all items of a step, where no pass holds them all: two passes of micro-batches.
+"""Gradients of a loss that compares all items of a step, in two passes over micro-batches that fit.
 
 First every micro-batch is embedded without gradients. Then the loss of all embeddings is computed, with its gradients
 for the embeddings and for the model's own parameters in it, such as a temperature. Then each micro-batch is embedded
@@ -124,7 +124,7 @@ class ContrastiveStep(Step):
         )
 
     def where_it_fits(self, run: Callable[[], Result], rows: Mapping[str, Sized], *, may_leave: bool) -> Result:
-        """Return what `run` computes from the loss of all rows, which cannot be cut: on the CPU, if it may leave."""
+        """Run the loss of all rows, which cannot be cut; if it does not fit, on the CPU where that is allowed."""
         results: list[Result] = []
 
         def attempt(rung: int) -> None:
@@ -337,8 +337,8 @@ class ExactContrastiveStep(ExactStep):
 def gathered(ranks: Ranks, own: dict[str, Tensor], items: int, device: str) -> tuple[dict[str, Tensor], int]:
     """Return the rows of all ranks, in their order, and the index of this rank's first; `own` is emptied.
 
-    Between the ranks' words and their sums nothing may fail on one of them alone: memory that ends is freed and asked
-    for again, and sums are made where the rows are.
+    Between the exchange and the all-reduce no rank may fail alone: after an out-of-memory caches are freed and the call
+    is repeated.
     """
     if ranks.world == 1:
         return own, 0
@@ -366,7 +366,7 @@ def gathered(ranks: Ranks, own: dict[str, Tensor], items: int, device: str) -> t
         is_bool = kind == torch.bool
         wholes[name] = after_freeing_caches(partial(placed, name, torch.uint8 if is_bool else kind), device)
         own.pop(name, None)
-        # Every row is of one rank and zero on the others; packed together they would take as much memory again
+        # Each row is nonzero on one rank only; packing them would take as much memory again
         ranks.add_up([wholes[name]])
         if is_bool:
             wholes[name] = after_freeing_caches(wholes[name].bool, device)

@@ -1,8 +1,8 @@
-"""One exact optimizer step of all ranks: however it is cut, and wherever memory ends, it has the gradient of one batch.
+"""One exact optimizer step of all ranks: however it is cut, it has the gradient of one batch, even after an OOM.
 
-    weigh    each rank adds up the weights of its items' loss terms, and all exchange them; a single term needs none
+    weigh    all ranks exchange the summed weights of their items' loss terms; a single term needs none
     run      each rank runs its pieces forward and backward, up to the first that does not fit
-    report   all ranks exchange what they did; where memory ended on any, all return to the start and run again
+    report   all ranks exchange reports; if any ran out of memory, all return to the start and run again
     update   gradients are summed over ranks, and the optimizer steps
 
 Ranks communicate only between these phases. A rank whose piece did not fit cuts smaller pieces in the next attempt. A
@@ -10,7 +10,7 @@ single item that does not fit runs with the next remedy (`memory.runtime.recover
 host's memory, then the CPU; if none helps, the item is left out or the training ends, as configured.
 
 Contrastive steps (`contrastive`) and sharded ones (`fsdp`) differ in how a rank weighs and runs its share. They also
-communicate while it runs. The loops of others (`own_loops`) make their steps here, too.
+communicate while it runs. Users' own loops (`own_loops`) make their steps here, too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pipeline.training.sampling import BatchOrigin
     from pipeline.training.step.step import Step
 
-    Weighed = Mapping[str, float] | None  # the weights of terms; None: they are not needed
+    Weighed = Mapping[str, float] | None  # by term; None: they are not needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class RankShare:
     fetch: Callable[[Sequence[int], BatchOrigin], TaskBatch]
     hold: int = 0  # batches that are kept for a second pass, at most
     left_out: Collection[str] = frozenset()  # items
-    ahead: CopyAhead | None = None  # receives what follows each piece: a held batch, or the next one to be read,
-    at_hand: Callable[[], TaskBatch | None] = lambda: None  # once it is at hand
+    ahead: CopyAhead | None = None  # gets the batch after each micro-batch: one that is held,
+    at_hand: Callable[[], TaskBatch | None] = lambda: None  # or the next one of the loader, if it is read already
 
     skipped: list[str] = field(default_factory=list, init=False)  # items that `leave_out` added
     cuts: list[tuple[tuple[str, ...], tuple[int, ...]]] = field(default_factory=list, init=False)  # ids and numbers
@@ -172,7 +172,7 @@ class RankShare:
                 start = place + 1
 
     def _following(self, place: int) -> Batch | None:
-        """Return what is collated of the micro-batch that comes after so many, or after them all; None: not at hand."""
+        """Return the collated micro-batch at a place, after the last the first again; None if it is not ready."""
         if place < len(self._origins):
             batch = self._held.get(place)
         elif self._is_whole and not self.is_last_pass:
@@ -194,14 +194,14 @@ class RankReport:
     skipped_items: int = 0  # that fit nowhere
     cropped: int = 0
     remedied: dict[str, int] = field(default_factory=dict)  # items that ran on a rung of the ladder, by its name
-    again: bool = False  # it could not finish: all ranks run the step again
+    again: bool = False  # this rank could not finish: all ranks run the step again
     absent: list[int] | None = None  # parameters without a gradient; None: all of them, as where no item ran
-    budget: int = UNPLANNED  # the memory budget that it wants from now on
-    why: str = ""  # it wants another one
+    budget: int = UNPLANNED  # the memory budget that this rank wants from now on
+    why: str = ""  # why it wants another budget
     ending: int = 0  # the signal that asked it to end; 0: none
     is_due: bool = False  # a checkpoint is due, by the first rank's clock
-    host_share: float = 0.0  # used share of the host's memory limit
-    own_s: float = 0.0  # that it took since its last report, without waiting for others
+    host_share: float = 0.0  # share of the host's memory limit in use
+    own_s: float = 0.0  # time since its last report, without waiting for other ranks
     is_written: bool = False  # its part of a checkpoint that is saved in the background
     damaged: list[str] = field(default_factory=list)  # items that it leaves out from now on: their records are damaged
 
@@ -260,10 +260,10 @@ class ExactStep:
         self.empty_cache = False  # whether the governor wants it after the step
         self._snapshot: StepSnapshot | None = None
         self._own = RankReport()
-        self._weights: Weighed = None  # by which terms were divided; None: the only term still has to be
+        self._weights: Weighed = None  # that terms were divided by; None: the only term is divided later
         self._adds_up = ranks.world > 1 and not step.is_spread  # gradients of a sharded model are sums already
         size_bytes = min(PIECE_BYTES, sum(parameter.nbytes for parameter in step.trained)) if self._adds_up else 0
-        self._buffer = torch.empty(size_bytes, dtype=torch.uint8, device=step.device)  # to pack them in
+        self._buffer = torch.empty(size_bytes, dtype=torch.uint8, device=step.device)  # gradients are packed into it
 
     def _remedies(self) -> tuple[str, ...]:
         on_host = self.step.device != CPU and self.too_large == HOST
@@ -272,7 +272,7 @@ class ExactStep:
     # A step
 
     def accumulate(self, share: RankShare) -> StepReport:
-        """Run this rank's share forward and backward, again wherever memory ends; return the reports of all ranks."""
+        """Run this rank's share until no rank runs out of memory; return the reports of all ranks."""
         while (report := self._attempt(share)) is None:
             self.go_back()
         return report
@@ -293,7 +293,7 @@ class ExactStep:
         return float(norm)
 
     def start(self) -> RngState:
-        """Begin a step: save what its attempts go back to; return the random numbers among it."""
+        """Begin a step: snapshot the state that attempts return to; return its random states."""
         step = self.step
         self._snapshot = StepSnapshot(step.model, device=step.device, scaler=step.scaler, before=self._snapshot)
         self._own, self.lost = RankReport(), ""
@@ -309,7 +309,7 @@ class ExactStep:
             self._finish(share)
         report = StepReport(self._exchange(asdict(own)))
         several = len(report.totals) > 1
-        is_guessed = several and self._weights is None and not self.is_joint  # terms than ever before: weigh them first
+        is_guessed = several and self._weights is None and not self.is_joint  # more terms than known: weigh them first
         self.step.learn_terms(len(report.totals))
         return None if is_guessed or report.of_all(any, "again") else report
 
@@ -340,7 +340,7 @@ class ExactStep:
         self.complete(own)
 
     def _make_gradients(self) -> None:
-        """Allocate the gradients that are missing: once reports are exchanged, no rank may need memory for the sums."""
+        """Allocate missing gradients now: after the reports are exchanged, no rank may fail for lack of memory."""
         for parameter in self.step.trained:
             if parameter.grad is None:
                 parameter.grad = after_freeing_caches(partial(torch.zeros_like, parameter), self.step.device)
@@ -384,7 +384,7 @@ class ExactStep:
         return self._all_fit(self._ready(share) if pieces is None else pieces, counted, share)
 
     def _all_fit(self, pieces: Iterable[Piece], run: Callable[[Piece], object], share: RankShare) -> bool:
-        """Run pieces in order, up to the first that does not fit, which is learned from; return whether all fit."""
+        """Run pieces in order; at the first that does not fit, learn from it and stop. Return whether all fit."""
         for piece in pieces:
             error = out_of_memory_error(run, piece)
             if error is not None:
@@ -404,12 +404,12 @@ class ExactStep:
                 return run(batch)
 
     def _ready(self, share: Iterable[Piece]) -> Iterator[Piece]:
-        """Yield pieces as they are known to fit."""
+        """Yield pieces, cut to what is known to fit."""
         for piece in share:
             yield from map(piece.part, self.governor.cuts(self._costs(piece)))
 
     def _learn(self, piece: Piece, error: str, share: RankShare, *, is_own: bool = True) -> None:
-        """Have the next attempt cut a piece that did not fit, run it with a remedy, or leave it out."""
+        """After a piece did not fit: let the next attempt cut it, run it with a remedy, or leave it out."""
         self._own.ooms += 1
         self._failed(piece, error)
         if self.governor.failed(self._costs(piece), piece.rung):
@@ -452,7 +452,7 @@ class ExactStep:
     # The update
 
     def combine(self, report: StepReport) -> None:
-        """Make the gradients those of all ranks' items: divided by their weight, summed, none where no rank has one."""
+        """Divide gradients by the weight of all items and sum them over ranks; unused parameters have none."""
         if self._weights is None:
             with self.step.clock.within(UPDATE):
                 self.step.settle(report.totals)
@@ -465,13 +465,13 @@ class ExactStep:
             self.step.trained[number].grad = None
 
     def update(self, apply: Callable[[], object]) -> None:
-        """Run the optimizer; where memory ends within it on any rank, `lost` says so on all."""
+        """Run the optimizer; if any rank runs out of memory in it, `lost` is set on all."""
         error = out_of_memory_error(apply)
         own = "" if error is None else f"rank {self.ranks.rank}: out of memory in optimizer.step(): {error}"
         self.lost = next((reply["lost"] for reply in self._exchange({"lost": own}) if reply["lost"]), "")
 
     def between_steps(self) -> None:
-        """Do the upkeep; start a new peak once the cache is emptied: else one moment counts until the epoch ends."""
+        """Do the upkeep; after emptying the cache, reset the peak, which would stay crowded until the epoch ends."""
         self.upkeep.after_step(empty_cache=self.empty_cache)
         if self.empty_cache and self.meter:
             self.meter.reset_peak(keep=True)

@@ -1,4 +1,4 @@
-"""A model too large for a single device: parameters, gradients and optimizer state sharded over the ranks (FSDP2).
+"""A model too large for one device: parameters, gradients and optimizer state are sharded over the ranks (FSDP2).
 
 A block's parameters are gathered before it computes, and its gradients are reduced after it, by all ranks together,
 within every forward and backward. So all must make the same number of passes (`joint_turns`): a rank that has no
@@ -78,7 +78,7 @@ END, GAVE_UP = 0, 1 << 62  # any other number is a collective by its kind and si
 
 
 class ImaginedRanks(Ranks):
-    """The first of ranks that do not exist, for a step that is only traced: it makes no call, and never waits."""
+    """Rank 0 of imagined ranks, for tracing a step: makes no calls and never waits."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -89,7 +89,7 @@ class ImaginedRanks(Ranks):
 
 @contextmanager
 def imagined(world: int) -> Iterator[ImaginedRanks]:
-    """Enter a process group of ranks that do not exist, in which a model can be sharded; it is gone afterwards."""
+    """Enter a fake process group in which a model can be sharded; destroy it on exit."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if torch.distributed.is_initialized():
@@ -127,7 +127,7 @@ class Passes:
         return [] if is_given_up else results, error or ""
 
     def _make(self, make: Callable[[], Result], results: list[Result]) -> None:
-        with suppress(PassGivenUp):  # where a model has swallowed it, the pass is given up none the less
+        with suppress(PassGivenUp):  # the pass counts as given up even if the model swallowed this error
             results.append(make())
 
     def agree(self, collective: int) -> None:

@@ -39,8 +39,8 @@ class StepSettings:
     ema: float | None = None  # decay of the moving averages of the parameters
     frozen: tuple[str, ...] = ()  # parameters whose names begin so are not trained
     precision: str = "fp32"  # or autocast to bf16 or fp16
-    checkpointing: int = 0  # of the model's repeated blocks, so many run again in backward
-    offload: bool = False  # what backward needs waits in the host's memory
+    checkpointing: int = 0  # the number of repeated blocks that are recomputed in backward
+    offload: bool = False  # saved activations are moved to host memory
     batch: int | None = None  # items of a step, over all ranks, where its loss compares them; None: those of a batch
 
 

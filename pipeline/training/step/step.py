@@ -1,4 +1,4 @@
-"""One exact optimizer step: micro-batches of any sizes have the gradient of the one batch that they make together.
+"""One exact optimizer step: micro-batches of any sizes give the gradient of the whole batch.
 
 A term of the loss is a sum and a weight; its value over a step is the sum of its sums over the sum of its weights. So
 the weights must be known before a micro-batch runs backward, or divided out afterwards:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CHECKPOINTING, OFFLOAD, HOST, SKIP = "checkpointing", "offload", "cpu", "skip"
 RUNGS = (CHECKPOINTING, OFFLOAD, HOST, SKIP)  # the ladder of remedies; a piece's `rung` counts those it has climbed
-ON_HOST = RUNGS.index(HOST) + 1  # such a count
+ON_HOST = RUNGS.index(HOST) + 1  # the rung that computes on the CPU
 TINY = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
 
 
@@ -82,7 +82,7 @@ class Step:
     contrasts = False  # the loss compares all items of the step
     ahead: CopyAhead | None = None  # copies the batch that follows; None: each is copied when its turn comes
     _is_on_host = False  # a copy of the model runs on the CPU
-    guess: Tensor | float | None = None  # what a single term is divided by, as its weight is not known yet
+    guess: Tensor | float | None = None  # a single term is divided by this while its weight is unknown
     backward: Callable[[Tensor], Any] = staticmethod(torch.autograd.backward)
 
     def __init__(
@@ -114,7 +114,7 @@ class Step:
         self.scaler = torch.amp.GradScaler(torch.device(device).type, enabled=settings.precision == "fp16" and scaled)
         self.scaler.scale(torch.zeros((), device=device))  # creates the scale now: a first step may have no item
         self.averages = [parameter.detach().clone() for parameter in self.trained] if settings.ema is not None else []
-        self.carrier: Any = Pinned()  # of offloaded tensors; a trace has its own
+        self.carrier: Any = Pinned()  # carries offloaded tensors; a trace replaces it
         self._totals: dict[str, Any] = {}
         self._is_unscaled = False  # the gradients are no longer those of a scaled loss
         self._are_several: dict[int, bool] = {}  # whether a task's loss has several terms, once that is known
@@ -198,7 +198,7 @@ class Step:
     def aside(self, batch: Batch) -> Terms:
         """Return the terms of a micro-batch without side effects on gradients, batch statistics or random numbers."""
         with self.evaluating(), RngState.preserved(self.device):
-            with self.saved():  # a loss through a gradient keeps what it needs for that
+            with self.saved():  # a loss through a derivative saves activations here, too
                 terms = self.terms_of(self.moved(batch))
             return {name: (total.detach(), weight) for name, (total, weight) in terms.items()}
 
@@ -397,7 +397,7 @@ class Step:
         return CPU if self._is_on_host else self.device
 
     def drop_ahead(self) -> None:
-        """Let go of the batch that was copied ahead: memory is needed for something else."""
+        """Free the batch that was copied ahead: its memory is needed."""
         if self.ahead is not None:
             self.ahead.drop()
 
