@@ -1,4 +1,4 @@
-"""The memory of a training step, as values: tapes of its allocations, their peaks and parts, and margins.
+"""The memory of a training step as values: tapes of allocations, their peaks and parts, and margins.
 
 `tracer` or a stand-in makes the tapes, `caching_allocator` replays them, and the planner compares them with a limit.
 
@@ -46,7 +46,7 @@ class Provenance(StrEnum):
     MEASURED = "measured"  # on such a GPU
     TRACED = "traced"  # every allocation of the very step, on fake tensors
     SIMULATED = "simulated"  # an allocator fed with a trace
-    GUESSED = "guessed"  # traced, but branches depend on values: the dearest branch found
+    GUESSED = "guessed"  # traced, but branches depend on values: the costliest branch found
     EXTRAPOLATED = "extrapolated"  # from small real steps on the CPU
     ASSUMED = "assumed"  # a formula, or a figure from a table
 
@@ -93,14 +93,14 @@ class MemoryChoice:
     """The settings a plan may choose that change memory; all others are the same in every plan of a run."""
 
     precision: str = "fp32"  # fp32, or autocast to bf16 or fp16
-    checkpointing: int = 0  # of the model's repeated blocks, so many are computed again in backward
-    offload: bool = False  # what backward needs waits in the host's memory
+    checkpointing: int = 0  # the number of repeated blocks that are recomputed in backward
+    offload: bool = False  # saved activations are moved to host memory
     shards: int = 1  # ranks over which parameters, gradients and optimizer state are spread
 
 
 @dataclass(frozen=True, slots=True)
 class StandingFootprint:
-    """Memory that does not depend on the batch: the model's state, and the optimizer's updates."""
+    """Memory that does not depend on the batch: the model's state and the optimizer's updates."""
 
     setup: Tape  # parameters, buffers, moving averages
     first_update: Tape  # clipping, the optimizer's first step, which makes its state; releases the gradients

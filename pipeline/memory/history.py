@@ -1,4 +1,4 @@
-"""What a run remembers for the next plan: measured steps and tasks, and the requests that follow from them.
+"""Remembers measured steps and tasks, and derives from them the next plan's requests.
 
 Records are lines of JSON, in a file for each user, read from the newest back. A look-up reads the last MOST_BYTES of a
 file: older records no longer count. Lines that are torn, foreign or out of bounds are skipped.
@@ -71,7 +71,7 @@ class Records(Generic[Record]):
         lines = b"".join(measurement_line(run, record) for record in records)
         try:
             if lines:
-                self._append(b"\n" + lines)  # it also ends a line that a full disk has cut
+                self._append(b"\n" + lines)  # the leading newline ends a line that a full disk has cut
         except OSError:
             return False
         return True
@@ -129,7 +129,7 @@ def measurement_line(run: str, record: Any) -> bytes:
     return json.dumps(asdict(record) | {"run": run}, separators=(",", ":")).encode() + b"\n"
 
 
-DIED_GROWTH = 1.25  # times what a step died at is taken as its need until one lived: assumed, a step beyond what failed
+DIED_GROWTH = 1.25  # a failed step's memory times this counts as its need until a step succeeds (assumed)
 NEWEST = 200  # measurements that count, of steps or of tasks
 CPU = "cpu"
 _NO_MEMORY = frozenset({"learning_rate", "weight_decay"})  # options that change no byte
@@ -349,8 +349,8 @@ def _need(pool: Sequence[Measured], whose: str) -> tuple[int, str]:
 
 
 def _outlives(task: Measured, death: Measured) -> bool:
-    """Tell whether a task that lived settles what a killed one needed."""
-    if (task.run, task.task) == (death.run, death.task):  # with as much, it lived without what did not fit
+    """Tell whether a successful task shows how much a killed one needed."""
+    if (task.run, task.task) == (death.run, death.task):  # else it ran without what did not fit
         return task.attempt > death.attempt and (task.asked_bytes is None or task.asked_bytes >= death.least_bytes)
     if task.asked_bytes is not None and task.asked_bytes <= death.least_bytes:
         return False

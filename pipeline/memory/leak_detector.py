@@ -1,4 +1,4 @@
-"""Detects memory that grows from step to step, finds its cause, and reports it before it ends the run.
+"""Detects memory that grows from step to step, and reports its cause before it ends the run.
 
     leaks = Leaks(live=None, report=lambda leak: print(leak.words()), limit_bytes=4 << 30)
     for epoch in range(50):
@@ -179,7 +179,7 @@ class Leaks:
     def step(self) -> None:
         """Note the end of a step, after its gradients were released."""
         self._step += 1
-        if self._inspection is not None:  # its own records are memory, too
+        if self._inspection is not None:  # its records take memory, too
             if self._inspection.end_step():
                 self._conclude(self._inspection)
             return
@@ -266,7 +266,7 @@ class Leaks:
         self._missed = {}
         explained = sum(leftover.bytes_per_step for leftover in leftovers)
         memory = max(self._rates, key=lambda series: self._rates[series]).name
-        # Items differ in size, and an inspection is short: of tensors, which are counted exactly, the long run tells.
+        # Items differ in size, and an inspection is short: the rate over the whole run is more precise for tensors.
         scale = expected / explained if memory == TENSORS else 1.0
         scale = scale if EXPLAINED <= scale <= 1 / EXPLAINED else 1.0
         for found in leftovers:

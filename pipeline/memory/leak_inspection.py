@@ -1,9 +1,9 @@
-"""A close look at a few steps: the memory that they left behind, its size, the lines that made it, and its holder.
+"""Inspects a few steps: the memory that they leave behind, its size, the lines that allocated it, and its holder.
 
 Tensors are watched as operators make them, Python objects by tracemalloc. Holders are found from above: among all that
-modules and running functions refer to, containers that grew, and the way to them. No object is asked anything, since
-some run code when asked, and only what is reachable is touched: a reference to a tuple that another thread is building
-would end that thread with a SystemError.
+modules and running functions refer to, containers that grew, and the way to them. No attribute or method of an object
+is called, since that may run code. Only reachable objects are touched: a new reference to a tuple that another thread
+is still building would raise SystemError there.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code alone: run eagerly it would round differently."""
+        """Do not enter compiled code: run eagerly, it would round differently."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""The plan of a training, what probes of it measured, and settings that harm it: what `pipeline plan train` shows.
+"""The contents of `pipeline plan train`: the plan of a training, measurements of probes, and harmful settings.
 
 docs/explanation/memory.md lists more settings to avoid, which are not checked.
 """
@@ -129,7 +129,7 @@ class Probed:
     card: str
     outcome: ProbeOutcome
     predicted_bytes: int
-    measured_bytes: int  # of one that died: it needs more than this
+    measured_bytes: int  # of a probe that ran out of memory: it needs more than this
     predicted_s: float
     step_s: float
     log: str

@@ -152,7 +152,7 @@ def write_index(disk: Disk, layout: KindLayout, names: Sequence[str], sizes: Int
             draft.write(rows.tobytes(), count * ROW.itemsize)
             first.append(rows["key"][-count % _BLOCK_ROWS :: _BLOCK_ROWS].tobytes())
             count += len(rows)
-    except BaseException:  # what the rows are read from may fail
+    except BaseException:  # reading the rows may fail
         draft.discard()
         raise
     body = b"".join([sizes.astype("<u8").tobytes(), *first, "\n".join(names).encode()])

@@ -64,7 +64,7 @@ _READ_AHEAD = 2 * _READ_THREADS  # chunks in memory while `read` waits for its c
 _CHUNK_RECORDS, _CHUNK_BYTES = 64, 1 << 18  # a thread reads so much at once: small records cost less than a task
 _LOCATE_BATCH = 256
 _KEYS_BATCH = 65_536
-_UNINDEXED_RECORDS, _UNINDEXED_SHARE = 16_384, 0.05  # a few MB; that an index is written ever more rarely as it grows
+_UNINDEXED_RECORDS, _UNINDEXED_SHARE = 16_384, 0.05  # a few MB; a share makes index writes rarer as the index grows
 
 _UNREAD: Mapping[str, Any] = {}
 T = TypeVar("T")
@@ -87,13 +87,13 @@ class Layer:
         self.disk, self.layout = disk, layout
         self.tables: dict[str, ShardTable] = {}
         self.damaged: set[RecordPlace] = set()  # copies that a read found damaged: they are not located again
-        self.is_away = False  # whether it was said that it cannot be read
-        self.distrusts_index = False  # whether a record was there that the index did not lead to
+        self.is_away = False  # whether a warning was logged that it cannot be read
+        self.distrusts_index = False  # whether a record was found that the index does not list
         self._taken: StoreSnapshot | None = None
         self._open = lru_cache(_OPEN_SHARDS)(partial(_OpenShard, disk, layout))
 
     def ask(self, question: Callable[[StoreSnapshot], T]) -> T:
-        """Put a question to the snapshot; if its index fails, to one with a new index, then to one without any."""
+        """Call `question` with the snapshot; if its index fails, with a new one, then with one without an index."""
         snapshot = self._taken or self.refresh()
         for believe_index in (True, False):
             try:
@@ -119,7 +119,7 @@ class Layer:
     def locate(self, keys: Sequence[bytes], layer: int) -> list[list[RecordPlace]]:
         """Return for each key where its copies are."""
         places = self._locate(keys, layer)
-        if self._taken and self._taken.outdated and not all(places):  # shards went, and others have their records?
+        if self._taken and self._taken.outdated and not all(places):  # their records may have moved
             self.refresh()
             places = self._locate(keys, layer)
         return places
@@ -234,7 +234,7 @@ class Store:
             return record
         if (now := self.locate([key])[0]) != places and (record := self._first_whole(key, now, room)):
             return record  # another key made the store look again
-        self.refresh()  # what was known may be old: a purge, or a copy made since
+        self.refresh()  # the snapshot may be old: shards were purged or written since
         record = self._first_whole(key, self.locate([key])[0], room)
         if record is None and self._may_blame_index:
             self._may_blame_index = False
@@ -535,7 +535,7 @@ class StoreWriter:
 
 
 class _OpenShard:
-    """A shard open for reading; it closes when its last user lets go, so no reader ever holds a closed file."""
+    """A shard open for reading; it closes with its last reference, so no reader ever holds a closed file."""
 
     def __init__(self, disk: Disk, layout: KindLayout, name: str) -> None:
         self._disk = disk

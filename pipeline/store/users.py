@@ -1,4 +1,4 @@
-"""Who uses a cache, and which keys their data sets need: small files in `_users`, read without trusting them."""
+"""The users of a cache and the keys that their data sets need: small files in `_users`, validated when read."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class BestOracle:
     """Asks the best source that can answer; one that has failed is not asked again."""
 
     def __init__(self, sources: Sequence[Callable[[], Oracle]], reasons: Sequence[str] = ()) -> None:
-        """Take functions that make the sources when needed, the best first, and why better ones are missing."""
+        """Take factories of the sources, the best first, and the reasons why better ones are missing."""
         self.sources, self.reasons = list(sources), list(reasons)
         self.no_evaluation = ""  # why the memory of evaluating is unknown, if a source was asked
         self.source: Oracle | None = None
@@ -71,7 +71,7 @@ class BestOracle:
                 self.reasons.append(str(failed))
                 self.source = None
                 del self.sources[0]
-            except CannotRun:  # answers of a better source about other choices stand
+            except CannotRun:  # earlier answers of a better source about other choices stay valid
                 self.sources, self.reasons, self.source = before
                 raise
             else:

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     Tapes = Sequence[tuple[Sizes, Tape]]
     Question = tuple[MemoryChoice, tuple[tuple[str, int], ...]]
 
-FEWEST = 3  # different points: with two, nothing is left to check a line with
-EXACT = 1e-3  # of the largest: a fit as good as this is the law, not a coincidence
+FEWEST = 3  # different points: with only two, no point is left to check a line
+EXACT = 1e-3  # of the largest: a fit this good is no coincidence
 FLOOR = 0.02  # margin of a fit without any error, and of each doubling: the real batches are not the rehearsed ones
 ROUNDING = 1e-9  # of the solver: no error
-BEND = 1e-4  # of the largest: above what all smaller points foretell by more, a steeper regime has begun
+BEND = 1e-4  # of the largest: a larger excess over the prediction from smaller points means a steeper regime
 TRUSTED_ERROR = 0.1  # of tapes made block by block: above it, peaks are extrapolated instead
 
 MOST = 6  # sizes that are fitted: the largest ones
@@ -267,7 +267,7 @@ def stretched(tape: Tape, peak_bytes: int) -> Tape:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """The time and memory that measuring may take on this machine; other processes' load takes none of the time."""
+    """The time and memory that measuring may take on this machine; time is this thread's CPU time."""
 
     time_s: float = 30.0  # of this thread's CPU for one question, as far as the next size's time can be foretold
     memory_bytes: int = 4 << 30  # of tensors, the model's state included
@@ -396,7 +396,7 @@ class SmallSteps:
             except RuntimeError as error:
                 if choice == MemoryChoice() and not self._is_given:
                     raise
-                if choice == MemoryChoice():  # it was not asked to run on the CPU
+                if choice == MemoryChoice():  # the user did not choose the CPU
                     raise Unmeasurable(failure_reason(error)) from error
                 what = f"a real step failed: {failure_reason(error)}"
                 raise CannotRun(what, remedy="let the planner choose checkpointing and precision") from error
@@ -452,7 +452,7 @@ def _given_out(found: list[int]) -> Iterator[None]:
 def _answer(
     measured: Sequence[MicroFootprint], wanted: Sizes, standing: StandingFootprint, unseen: float
 ) -> MicroFootprint:
-    """Return the memory of the wanted micro-batch, from measured ones, the largest last, and the share they hide."""
+    """Return the memory of the wanted micro-batch, from measured ones (the largest last) and their unseen share."""
     largest = measured[-1]
     counts = {name: float(getattr(largest, name)) for name in ("flops", "kernels", "moved_bytes")}
     if dict(largest.sizes) != dict(wanted):

@@ -1,8 +1,8 @@
-"""Traces of a model as the planner asks for them: kept in files, computed among each other, held to real steps.
+"""Traces of a model for the planner: kept in files, interpolated from each other, checked against real steps.
 
-The tapes of a model at several sizes are the same blocks of other bytes, each a polynomial of the sizes. Where every
-known size is what the others predict, one among them is computed in a fraction of the time that a trace takes. The
-planner has the answer it relies on confirmed; one that was wrong ends all computing for that choice.
+The tapes of a model at several sizes have the same blocks; the bytes of each are a polynomial of the sizes. Where each
+known size equals what the others predict, sizes between them are computed in a fraction of a trace's time. The planner
+then confirms the answer it relies on by a trace. A wrong answer ends the interpolation for that choice.
 
 Fake tensors know shapes and no values, and some operators report less of a kernel than it takes. Steps of the smallest
 sizes, run for real on the CPU and recorded in the same way, show both: what traces miss is added, or the traces are not
@@ -143,7 +143,7 @@ class TracedOracle:
     def _confirmation(self, choice: MemoryChoice) -> Confirmation:
         """Return what real steps have shown: now, or when they were run before."""
         path = self._folder / "confirmed.json" if self._folder is not None else None
-        with suppress(TypeError):  # of another version
+        with suppress(TypeError):  # written by another version
             if path is not None and (kept := read_json(path)) is not None:
                 return Confirmation(**kept)
         assert self._compare is not None
@@ -174,7 +174,7 @@ def computed_from(known: Sequence[MicroFootprint], wanted: Sizes) -> MicroFootpr
     least = [min(ordered, key=lambda micro: micro.sizes[name]) for name in wanted]  # each size has to vary
     near = [micro for place, micro in enumerate(ordered) if micro in least or place >= len(ordered) - NEAREST]
     (events, _), *_ = Counter(len(micro.again.bytes_E) for micro in near).most_common()
-    near = [micro for micro in near if len(micro.again.bytes_E) == events]  # a first size may have filled tables
+    near = [micro for micro in near if len(micro.again.bytes_E) == events]  # a first size may fill lookup tables
     first = projected([(micro.sizes, micro.first) for micro in near], wanted)
     again = projected([(micro.sizes, micro.again) for micro in near], wanted)
     if first is None or again is None or max(first[1].error, again[1].error) > ALIKE:
@@ -230,7 +230,7 @@ LEAK = (
 TIMES = (1, 4, 16, 64)  # the smallest sizes: a kernel's own memory may be hidden in a small step
 MOST_BYTES = 1 << 30  # of parameters and gradients, or of a step: a larger one is not run for this
 MOST_S = 3.0  # of the real steps of a size, as far as can be predicted
-RUNS, FLOP_S, KERNEL_S = 3, 1e-10, 3e-4  # a core or two; most of a small kernel's time is that of recording it
+RUNS, FLOP_S, KERNEL_S = 3, 1e-10, 3e-4  # a core or two; recording a small kernel takes longer than running it
 NUMBER_BYTES = 4
 TOO_LONG = "its smallest batch takes too long on the CPU"
 

@@ -21,7 +21,7 @@ _GIGA, _TERA = 10**9, 10**12
 # NCCL's buffers: 0.5 to 0.7 GB seen per group of several GPUs; the most of it is planned for. They are allocated
 # as ranks join (`ProcessGroup.warm_up`), before anything of the first step is measured.
 COMMUNICATOR_BYTES = 700 * 10**6
-# For the unknown: kernels that are loaded when first called, cuDNN's plans, page tables, drivers that keep more.
+# A reserve: lazily loaded kernels, cuDNN's plans, page tables, drivers that keep more.
 _RESERVE_SHARE, _LEAST_RESERVE_BYTES = 0.01, 128 * MIB
 # Of a size without a name: most cards have up to a sixteenth less than their box says (an A10 a twelfth).
 _UNNAMED_RESERVE_SHARE = 1 / 16
@@ -180,7 +180,7 @@ _UNIT_BYTES = {"m": MIB, "g": GIB, "t": 1 << 40}
 _SLICES, _FEWER_SLICES = 8, {"a30": 4, "rtx-pro-6000": 4}
 _SLICED = ("a100-40gb", "a100-80gb-pcie", "h100-80gb-pcie", "h200-141gb-nvl", "b200-180gb")
 _LARGEST_BYTES = 4 << 40
-_WHERE = "--gpu"  # the one place where people type a name that must be known
+_WHERE = "--gpu"  # the only place where a user's GPU name must be known
 
 
 def device(name: str) -> Device:

@@ -119,7 +119,7 @@ KEPT_LEAST_BYTES = 64 * MIB  # glibc keeps up to this much by itself
 READER_BYTES = 128 * MIB  # of a process that reads: its own, and changed pages of the memory it was forked with
 PAGE_CACHE_BYTES = 256 * MIB  # to read ahead, and for pages of a checkpoint that are not on the disk yet
 LEAST_MARGIN = 0.05  # peaks of a process lie between the samples
-RING_GROWTH, RING_UNIT = 9 / 8, MIB  # batches of one budget differ a little: room for the next one too
+RING_GROWTH, RING_UNIT = 9 / 8, MIB  # batches of one budget differ a little: room for larger ones
 DRAWN_BYTES = 20  # of an item, while an epoch is shuffled: random numbers, their order, the order that is kept
 KEY_BYTES, ID_BYTES, OFFSET_BYTES, STORED_SIZE_BYTES = 16, 16, 8, 4  # in the table of a data set
 BASELINE, CONTEXT, KEPT = "interpreter and torch", "CUDA context", "kept by malloc"
@@ -203,13 +203,13 @@ def train_need(run: TrainingJob, baseline: HostPart) -> HostNeed:
 
 
 def kept_bytes(step_bytes: int, spare_bytes: int) -> int:
-    """Return how much of what a step frees malloc may keep, given what the step leaves of its limit; 0: no room."""
+    """Return how many freed bytes malloc may keep, by the room below the limit; 0: no room."""
     kept = min(step_bytes, KEPT_MOST_BYTES, spare_bytes)
     return kept if kept >= min(step_bytes, KEPT_LEAST_BYTES) else 0
 
 
 def ring_bytes(slots: int, batch_bytes: int, *, pin: bool) -> int:
-    """Return the memory of the ring that batches are read into, once the largest has been in every slot."""
+    """Return the memory of the batch slots, once each has held the largest batch."""
     return slots * slot_bytes(batch_bytes, pin=pin) if batch_bytes else 0
 
 

@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 ENOUGH = 0.92  # of the limit in use: a larger budget is not tried
 _ROUNDS = 8
-_REFITS = 2  # rounds without an answer that fits, after which budgets shrink faster than the model learns
+_REFITS = 2  # after this many rounds without a fit, budgets shrink faster than the cost model learns
 _CLOSE = 1.015  # budgets so near each other are the same
 _FEWEST = 3  # answers, to which a cost model is fitted
 _SCREENED = 5  # questions for a first model
-_QUESTIONS, _LEAST_GROUPS = 24, 6  # with ever fewer groups a plan is looser, and made in time
+_QUESTIONS, _LEAST_GROUPS = 24, 6  # fewer and fewer groups make the plan looser, but fast
 _MOST_GROUPS = 16
-_NEAR = 0.10  # of the limit: a corner so near its group is not worth another question
+_NEAR = 0.10  # of the limit: a corner this near its group needs no further split
 _DIGITS = 7  # of a size, in binary, are kept: it is at most 1/64 larger
 
 

@@ -261,7 +261,7 @@ class PlanCase:
                 reserved = self.reserve(memory.standing, sample_steps(found, micros, self.request.seed))
             if reserved.bytes * self.margin(choice).factor > self.limit:
                 fragmented = max(reserved.bytes / found.live, fragmented) * 1.002
-            elif memory.confirm(found.worst):  # else what was computed was wrong: all is asked again
+            elif memory.confirm(found.worst):  # the interpolated answer was wrong: search again
                 return self._plan(memory, bounds, found, reserved)
         return None
 
@@ -419,7 +419,7 @@ def _oversize_items(
         low, high = (middle + 1, high) if asked[order[middle]] > limit else (low, middle)
     items: list[OversizeItem] = []
     live = 0.0
-    for item in reversed(order[:low]):  # the least of these was asked; a larger one is said to take no less
+    for item in reversed(order[:low]):  # only the smallest was asked; larger ones take at least as much
         live = max(live, asked.get(item, predicted_N[item]))
         total_bytes = ceil(live * max(margin.factor, case.limit / limit))  # an allocator may hold more than is live
         total = Figure(total_bytes, margin.origin if item in asked else Provenance.ASSUMED)

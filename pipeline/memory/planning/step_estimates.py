@@ -71,9 +71,9 @@ def epoch_s(micros: Micros, time_M: Floats, step_s: float) -> tuple[float, float
 
 
 SETTINGS = (DEFAULT, EXPANDABLE)  # the plainest first
-WITHIN = 1.02  # what reserves so little more than the least is as good, and the plainest of them is taken
+WITHIN = 1.02  # settings this close to the least count as equal, and the plainest is chosen
 _AHEAD = -(1 << 40)  # blocks of inputs that are copied ahead, below those of any model
-_MOST_EVENTS = 300_000  # that are played, a few seconds
+_MOST_EVENTS = 300_000  # that are simulated, in a few seconds
 _MOST_SHARES = 64
 _SIMULATED = 3  # steps of a configuration: the first makes the optimizer's state, later ones show how that fragments
 _DISTINCT = 2  # micro-batches of a step: the first makes the gradients, all others are alike

@@ -1,1 +1,1 @@
-"""Beside a running step: out-of-memory survived, memory measured, budgets governed."""
+"""Memory while a training runs: meters, recovery from out-of-memory, and the budget of micro-batches."""

@@ -1,11 +1,9 @@
-"""How much memory there is and how much of it is used while training runs: of a GPU, of the process, of the host.
+"""Meters of the memory in use while a training runs: of a GPU, of the process, of the host.
 
-A GPU's figures are its allocator's own. On the CPU only a profiler counts tensors: a process's figures are its resident
-memory, which includes memory that malloc keeps and that libraries allocate at first use. On small models that is far
-more. On the host, a job ends at its cgroup's limit, where file cache counts but is given up before anything is killed.
-
-How busy and how full all GPUs of a task are is sampled by nvidia-smi while it runs. Nothing is guessed: unknown values
-are left out, and are not 0.
+A GPU's numbers come from torch's allocator. On the CPU only a profiler counts tensors, so a process reports its
+resident memory. That includes memory that malloc keeps and that libraries allocate at first use, and is far more for
+small models. A job is killed at its cgroup's limit; file cache counts there, but the kernel drops it first. nvidia-smi
+samples the load and the memory of all GPUs of a task. Unknown values are left out, never guessed as 0.
 """
 
 from __future__ import annotations
@@ -184,7 +182,7 @@ class StepGauge:
         return StepReading(max(0, memory.peak_reserved_bytes - taken), 0, taken, self.notes)
 
     def died_at(self, error: BaseException) -> int | None:
-        """Return the bytes that were not enough, if the step ended out of memory; None for other errors."""
+        """Return the bytes that were too few, if the step ran out of memory; None for other errors."""
         import torch
 
         from pipeline.device.accelerator import is_out_of_memory
@@ -379,7 +377,7 @@ class GpuSampler:
         self._closed.set()
 
     def _run(self) -> None:
-        with suppress(Exception):  # without nvidia-smi there are no figures, and the task must not notice
+        with suppress(Exception):  # without nvidia-smi there are no numbers, and the task continues
             while not self._closed.wait(self._every_s):
                 self._add(self._read())
 

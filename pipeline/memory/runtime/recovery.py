@@ -1,4 +1,4 @@
-"""How large micro-batches may be, and what happens where memory ends: smaller pieces, remedies, then without the item.
+"""The size of micro-batches, and recovery from out-of-memory: smaller pieces, then remedies, then without the item.
 
 A budget has the unit of costs: bytes if there is a plan, else items. The rules:
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
     from pipeline.memory.runtime.meters import Memory
 
-BACKOFF = 0.9  # plans err by a few percent: one step of a tenth mostly does, and a second OOM costs a replay
-PRESSURE = 0.95  # of what ran is tried after a retry of the allocator: it did fit, only just
+BACKOFF = 0.9  # plans err by a few percent: a tenth less is mostly enough, and a second OOM costs a replay
+PRESSURE = 0.95  # of the cost that ran, after a retry of the allocator: it fitted, only just
 FLOOR = 0.5  # of the largest cost that ran is left by pressure
 CROWDED = 0.95  # of the limit was reserved,
 IDLE = 0.1  # and so much of it in unused blocks, even at the peak: then the cache is emptied
-OFF = 0.02  # a prediction is right within this: a run that is repeated is no closer to itself
+OFF = 0.02  # predictions within this count as right: repeated runs differ as much
 UNPLANNED = 1 << 62  # no budget was set
 
 
@@ -77,7 +77,7 @@ class Governor:
     """Cuts micro-batches to a budget and learns from those that do not fit; the budget changes only between steps."""
 
     planned: int = UNPLANNED  # the budget to begin with
-    base_bytes: int = 0  # besides the items' costs
+    base_bytes: int = 0  # of memory, in addition to the items' costs
     limit_bytes: int | None = None  # what torch may reserve
     largest: int = 1  # cost of an item
     margin: float = OFF
@@ -167,14 +167,14 @@ class Governor:
         """Return the budget this rank wants from the next step on; nothing changes before `adopt`."""
         ran, failed, retries = self.learned.ran, self._failed, self._retries
         self._retries = memory.retries if memory else None
-        if failed is not None:  # an out-of-memory is a retry of the allocator, too: one reason is enough
+        if failed is not None:  # an out-of-memory also counts as a retry of the allocator: handle it once
             budget = min(max(int(self.backoff * failed), ran if ran < failed else 0), failed - 1)
             why = f"out of memory at a cost of {failed:,}" if self._allowed(budget) < self.budget else ""
             return Want(self._allowed(budget), why=why)
         if memory is None or not self._step_cost:
             return Want(self.budget)
         was_crowded, self._was_crowded = self._was_crowded, is_crowded(memory, self.limit_bytes)
-        if retries is not None and memory.retries > retries:  # the first count is only to compare with
+        if retries is not None and memory.retries > retries:  # the first count is the baseline
             why = f"{memory.retries - retries} retries of the allocator"
         elif was_crowded and self._was_crowded:
             why = "the allocator was fragmented twice in a row"

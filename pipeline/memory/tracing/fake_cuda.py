@@ -1,4 +1,4 @@
-"""Lets a program for CUDA run on CPU tensors, real or fake: CUDA calls are answered or ignored, casts are CUDA's.
+"""Runs a CUDA program on CPU tensors, real or fake: answers or ignores CUDA calls, and casts as CUDA does.
 
 Tensors stay on the CPU and report it. Calls that cannot be answered raise `NeedsCuda`; custom kernels (Triton, CUDA
 extensions) raise by themselves.
@@ -471,7 +471,7 @@ _POLICIES: dict[str, Policy] = {
 
 
 def _cast_all(dtype: torch.dtype, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    # a mode of the caller's has already seen this call, and must not see its casts
+    # the caller's dispatch mode has already seen this call, and must not see its casts
     with torch._C.DisableTorchFunction():
         return tuple(_cast(dtype, arg) for arg in args), {name: _cast(dtype, arg) for name, arg in kwargs.items()}
 

@@ -55,8 +55,8 @@ class MadeBefore(NamedTuple):
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A fake mode that deepcopy shares, so that copied modules keep it.
 
-    Calls that were made before are answered from torch's own entries, by shorter keys and on a shorter way: torch's
-    take most of the time of a trace.
+    Repeated calls are answered from torch's own cache entries by shorter keys, because torch's look-up takes most of
+    the time of a trace.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -105,7 +105,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return kind in _PLAIN
 
     def _remember(self, key: tuple[object, ...], call: tuple[Any, Any, Any], out: Any) -> None:
-        """Keep how a call's outputs are made, if torch has kept an entry of it."""
+        """Remember how a call's outputs are made, if torch's cache has an entry of it."""
         with suppress(_BypassDispatchCache):
             entry = FakeTensorMode.cache.get(self._cache_key(_STATE, *call))
             outputs = out if isinstance(out, tuple) else (out,)

@@ -1,4 +1,4 @@
-"""Kernels as a GPU takes them: which one computes attention, and the memory that they allocate internally.
+"""Imitates a GPU's kernels: which one computes attention, and the memory that kernels allocate internally.
 
 No tensor shows that memory, so traces add it from tables. Sources: torch 2.13, under aten/src/ATen/native unless named
 otherwise, at each rule; operators without a rule cost nothing. A rule must change what some step takes: those for

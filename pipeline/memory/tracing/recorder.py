@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # a shortcut: torch asks for it very often
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented  # a wrapper such as DTensor: its parts come by later
+            return NotImplemented  # a wrapper such as DTensor: its parts are recorded later
         with torch._C.DisableTorchFunction():  # the caller's function modes have already seen this call
             return self._recorded(func, args, kwargs or {})
 

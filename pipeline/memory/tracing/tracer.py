@@ -1,7 +1,7 @@
-"""The memory of a training step, to the byte, from running it on fake tensors: no data, no GPU, seconds for any size.
+"""Measures the memory of a training step to the byte by running it on fake tensors: no data, no GPU, in seconds.
 
-Training stands above memory, so that the step to trace, the very one that trains, is passed in as a callable. A trace
-cannot see memory inside kernels, CUDA's casts and a GPU's attention: `kernels` and `fake_cuda` imitate them.
+This room may not import the training room, so the caller passes the training's step as a callable. A trace cannot see
+memory inside kernels, CUDA's casts and a GPU's attention: `kernels` and `fake_cuda` imitate them.
 """
 
 from __future__ import annotations

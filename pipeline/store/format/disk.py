@@ -90,7 +90,7 @@ class Disk:
                 raise
 
     def keeper(self, path: Path) -> str:
-        """Return the owner of a file whom alone a sticky folder lets remove it; empty where this user may."""
+        """Return the owner of a file that this user may not remove from a sticky folder; empty if this user may."""
         folder, me = path.parent.stat(), os.geteuid()
         if not folder.st_mode & stat.S_ISVTX or me in (0, folder.st_uid):
             return ""
@@ -113,7 +113,7 @@ class Disk:
         try:
             os.fsync(fd)
         except OSError as error:
-            if error.errno not in _NOT_SUPPORTED:  # some network file systems have no such call and need none
+            if error.errno not in _NOT_SUPPORTED:  # some network file systems do not support fsync of a folder
                 raise
         finally:
             os.close(fd)
@@ -139,8 +139,8 @@ class Disk:
             return
         self.make_folder(path.parent)
         self.new_folder(path)
-        with suppress(PermissionError):  # one may write in a folder that one may not read
-            self.fsync_folder(path.parent)  # else a power loss could take the folder with all that was made safe in it
+        with suppress(PermissionError):  # a folder may be writable and not readable
+            self.fsync_folder(path.parent)  # else a power loss could remove the folder with all synced files in it
 
     def new_folder(self, path: Path) -> None:
         """Make one folder that the group may enter, unless another process was quicker; in a group's, the group's."""
@@ -246,12 +246,12 @@ def link_or_rename(disk: Disk, source: Path, target: Path) -> None:
     try:
         disk.link(source, target)
     except FileExistsError:
-        if not disk.same_file(source, target):  # the same file: an earlier attempt, or a network retry, was heard
+        if not disk.same_file(source, target):  # the same file: an earlier attempt, or a network retry, succeeded
             raise
     except OSError as error:
         if error.errno not in _NO_LINKS_HERE:
             raise
-        if disk.exists(target):  # names are unique, so looking first leaves no race worth a lock
+        if disk.exists(target):  # names are unique, so the check before the rename needs no lock
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from error
         disk.rename(source, target)
 
@@ -302,7 +302,7 @@ class Draft:
                     self._disk.rename(self.path, target)
                 else:
                     link_or_rename(self._disk, self.path, target)
-            except FileNotFoundError:  # a network sent the request twice, and what answered found the file renamed
+            except FileNotFoundError:  # the network sent the request twice, and the second one found the file renamed
                 if not self._disk.is_called(self._fd, target):
                     raise
             self._disk.fsync_folder(target.parent)

@@ -1,4 +1,4 @@
-"""A record: named arrays and a JSON mapping under one key, as one run of bytes that describes itself.
+"""A record: named arrays and a JSON mapping under one key, as one self-describing block of bytes.
 
     arrays, widest items first | descriptor JSON, spaces, u64 length of the descriptor
 
@@ -196,7 +196,7 @@ def _stretch(blob: bytes | memoryview, rest: bytes | memoryview, start: int, sto
 
 
 def _checked_entry(entry: Any) -> tuple[str, str, np.dtype[Any], list[int]]:
-    if type(entry) is list and len(entry) == 3:  # `match` says this better and takes four times as long
+    if type(entry) is list and len(entry) == 3:  # a `match` statement takes four times as long
         name, tag, shape = entry
         if type(name) is str and type(tag) is str and type(shape) is list and tag in _DTYPE_OF_TAG and len(shape) <= 32:
             for side in shape:
@@ -210,7 +210,7 @@ def _checked_entry(entry: Any) -> tuple[str, str, np.dtype[Any], list[int]]:
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     try:
         array = np.empty(shape, dtype)
-    except ValueError as error:  # sides so long that even nothing of them cannot be addressed
+    except ValueError as error:  # sides too long to address, even in an empty array
         raise BadRecord("an empty array's shape is invalid") from error
     array.flags.writeable = False
     return array

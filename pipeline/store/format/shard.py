@@ -3,7 +3,8 @@
     u64 header length | header JSON, spaces | record | record | … | __table__: rows, trailer
 
 Any safetensors reader opens it. The store reads it by the table: one row per record, and a trailer of fixed size at the
-very end that vouches for the file's size, the header, the table and itself. A record vouches for nothing: its row does.
+very end that vouches for the file's size, the header, the table and itself. A record has no checksum of its own; its
+row has its digest.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _CHUNK_BYTES = 1024 * 1024  # stays in the processor's cache between read and ha
 
 
 class ShardNewer(CacheDamaged):
-    """A shard that a later version wrote: nothing is known to be wrong with it."""
+    """A shard that a later version wrote; it may be intact."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,7 +231,7 @@ class _Check:
             if len(lost) < len(missed):  # only the index is at fault, for naming the shard
                 self.copied[name] = len(missed) - len(lost)
             return Checked(kind, name, 0, (), lost)
-        if error.errno in (errno.EACCES, errno.EPERM):  # nothing is lost, for its owner may read it
+        if error.errno in (errno.EACCES, errno.EPERM):  # nothing is lost: its owner may be able to read it
             what = FORBIDDEN
             records = [DamageFinding(kind, Fault.UNREADABLE, what, name, key.hex()) for key in keys]
         else:

@@ -56,13 +56,13 @@ class Fault(StrEnum):
 
     INDEX = "index"  # damaged, or not what the shards say: look-ups are slow or wrong until it is rebuilt
     HEADER = "header"  # of a shard: other readers cannot open it; the store reads it by its table
-    TABLE = "table"  # of a shard: what it holds is known from the index alone, if from anywhere
+    TABLE = "table"  # of a shard: only the index may still list its records
     RECORD = "record"  # its bytes are not those that were written
     GONE = "gone"  # named by the index, but its shard is not there
-    NEWER = "newer"  # of a shard: a later version wrote it; nothing is known to be wrong with it, and it is left alone
+    NEWER = "newer"  # of a shard: a later version wrote it; it is left alone
     FOREIGN = "foreign"  # a file among the shards that no pipeline wrote
     UNREADABLE = "unreadable"  # the disk or its permissions refuse it
-    MEANING = "meaning"  # its bytes are as they were written, but what they say cannot be
+    MEANING = "meaning"  # its bytes are as written, but its content is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class DamageFinding:
 
     @property
     def forbidden(self) -> bool:
-        """Whether nothing is known to be wrong, but that this user may not read it."""
+        """Whether the only problem is that this user may not read it."""
         return self.fault is Fault.UNREADABLE and self.what.startswith(FORBIDDEN)
 
     @property
@@ -108,7 +108,7 @@ class Summary:
     lost: int = 0  # records
     faults: dict[str, int] = field(default_factory=dict)
     kinds: dict[str, dict[str, int]] = field(default_factory=dict)  # kind → records, whole, lost
-    notes: dict[str, int] = field(default_factory=dict)  # what else was done, or could not be → how often
+    notes: dict[str, int] = field(default_factory=dict)  # further actions, done or failed → how often
     only: list[str] = field(default_factory=list)  # the kinds that were asked for; empty: all
     root: str = ""  # the folder of the cache
     hopeless: int = 0  # findings that no repair can do anything about
@@ -318,7 +318,7 @@ class Checked:
     read_bytes: int
     whole: tuple[bytes, ...] = ()  # the keys of records that are as they were written
     findings: tuple[DamageFinding, ...] = ()
-    notes: Mapping[str, int] = field(default_factory=dict)  # what else there is to tell → how often
+    notes: Mapping[str, int] = field(default_factory=dict)  # further remarks → how often
     listed: tuple[bytes, ...] = ()  # the keys of records known only from their table; not read
 
     @property

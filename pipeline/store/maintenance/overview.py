@@ -77,7 +77,7 @@ class Cleaning:
     others: Sequence[User] = ()
     forgotten: Sequence[User] = ()  # users that no longer exist, or registered again
     own: User | None = None  # what this project uses today
-    settle_s: float = 0.0  # that others' hosts have to see new files before old ones go
+    settle_s: float = 0.0  # for other hosts to see new files before old ones are removed
     marked: Mapping[str, Marked] = field(default_factory=dict)
     recipes: Recipes = field(default_factory=dict)  # that are known
     wanted: frozenset[tuple[str, bytes]] = frozenset()  # those of this project today

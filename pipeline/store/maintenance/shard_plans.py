@@ -1,4 +1,4 @@
-"""One maintenance plan for every verb: plans say what becomes of each shard, and `apply` does it.
+"""Maintenance plans for all verbs: a plan states the fate of each shard, and `apply` carries it out.
 
 Repairing, cleaning and compacting all copy chosen records to new shards and retire the old ones: never in place, and in
 this order. The records are published; a repair publishes its list of lost records; the index is written without the old
@@ -310,8 +310,8 @@ def plan_repair(
 ) -> Iterator[ShardPlan]:
     """Judge all shards, or again those of a damage list; yield what to do about each damaged one, and the index.
 
-    Shards that cannot be judged stay: of a later version, unreadable, or not written by a pipeline. That a record's
-    content is wrong is believed, as it cannot be checked here.
+    Shards that cannot be judged stay: of a later version, unreadable, or not written by a pipeline. Findings about a
+    record's content are trusted, because they cannot be checked here.
     """
     damage: dict[str, list[DamageFinding]] = {}
     if report:
@@ -503,7 +503,7 @@ def _small(store: Store, name: str, shard_bytes: int) -> ShardTable | None:
     try:
         table = read_table(store.disk, path)
         enough = len(table.rows) >= ENOUGH_RECORDS or table.table_start - table.data_start >= shard_bytes // 2
-        header_bytes = table.data_start  # with its padding, unless it is long
+        header_bytes = table.data_start  # with its padding, unless that is long
         if not enough and header_bytes >= CARRIED_HEADER_BYTES // 2:
             header_bytes = len(store.disk.read_start(path, table.data_start).rstrip())
     except (CacheDamaged, OSError):

@@ -180,7 +180,7 @@ def _export(cache: CacheFolder, target: CacheFolder, kinds: Sequence[str], *, li
             try:
                 lines[file], is_there = _exported(shards, cache, folder, file, link=link)
             except (CacheDamaged, OSError) as error:
-                if disk.exists(cache.root / file):  # else it was cleaned or repaired meanwhile
+                if disk.exists(cache.root / file):  # otherwise it was cleaned or repaired meanwhile
                     moved.refused.append(RefusedFile(file, _reason(error)))
             else:
                 moved.add(file, copied_bytes=None if is_there else size)
@@ -299,7 +299,7 @@ def _known_kinds(cache: CacheFolder, kinds: Sequence[str]) -> list[str]:
 def _refuse_no_room(disk: Disk, folder: Path, files: Mapping[str, int]) -> None:
     """Raise where there is no room for the files, of these sizes, that are not there yet."""
     needed_bytes = sum(size for file, size in files.items() if not disk.exists(folder / file))
-    with suppress(OSError):  # where it cannot be known, the disk itself will say it
+    with suppress(OSError):  # if unknown, the disk itself will report it
         free_bytes = disk.free_bytes(folder)
         if needed_bytes > free_bytes:
             what = f"{needed_bytes / 1e6:,.1f} MB to copy, but {free_bytes / 1e6:,.1f} MB are free"
@@ -416,7 +416,7 @@ def open_scratch(place: Path, name: str, disk: Disk) -> CacheFolder:
         is_private = disk.make_private_folder(folder)
         if disk.in_memory(folder):
             raise Unfit(f"{place} is in memory and would count toward the job's memory")
-        if not is_private:  # what others could write there would be read as ours
+        if not is_private:  # else others could write there, and their records would be read
             raise Unfit(f"{folder} is accessible to other users")
     except OSError as error:
         raise Unfit(f"{folder}: {error.strerror or error}") from error
@@ -453,7 +453,7 @@ class CacheStaging:
             for batch in batches:
                 absent = _absent(own, both, batch.tolist())
                 for key, record in both.read_by_place(batch.tolist()):
-                    if not isinstance(record, Record):  # the job meets the error when it reads it
+                    if not isinstance(record, Record):  # the job will get the error when it reads the record
                         continue
                     if not self._goes_on():
                         return
