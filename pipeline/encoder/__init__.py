@@ -1,1 +1,1 @@
-"""Sequences in, embeddings out: by ESM-2 and its relatives, or by a class of the user's."""
+"""From sequences to embeddings: by ESM-2 and its relatives, or by a class of the user's."""

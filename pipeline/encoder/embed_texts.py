@@ -1,7 +1,7 @@
-"""Stage embed: the sequences of a data set in, one verified embedding of each in the store.
+"""Stage embed: from the sequences of a data set to a verified embedding of each in the store.
 
-Besides the embeddings there is a small kind of record: `parity` says how close an encoder came to the reference.
-Nothing here imports torch before there is something to encode.
+Small records of the kind `parity` remember how close an encoder came to its reference. Nothing here imports torch before
+there is something to encode.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class EmbeddingVerifier:
 
     def __init__(self, recipe: EmbeddingRecipe, records: WholeRecords) -> None:
         self._recipe, self._records = recipe, records
-        self._read: set[bytes] = set()  # keys: few, because the limit is on bytes
+        self._read: set[bytes] = set()  # keys at once: few, because the limit counts bytes
 
     def look_up(self, texts: Iterable[str]) -> dict[str, Variant | None]:
-        """Return the best variant in which the store has each text, whole; None where it must be computed."""
+        """Return the best variant of each text that the store has undamaged; None where it must be computed."""
         best: dict[str, Variant | None] = dict.fromkeys(texts)
         unresolved = [(text, self._recipe.accepted(len(text))) for text in best]
         while unresolved:
@@ -131,7 +131,7 @@ def embed_texts(
                         tell.refuse(recipe.key(text, recipe.wanted(len(text))).hex(), outcome.reason, outcome.detail)
                     yield outcome.reason
         finally:
-            with signals_held():  # one that comes now must not cost what is finished
+            with signals_held():  # a signal that comes now must not lose finished embeddings
                 writer.flush()
 
 
@@ -139,7 +139,7 @@ def _missing(texts: Texts, recipe: EmbeddingRecipe, store: Store) -> NDArray[np.
     """Return which sequences the store lacks; so a task that was killed goes on where it stopped."""
     import numpy as np
 
-    verifier = EmbeddingVerifier(recipe, WholeRecords(store))  # what a survey found damaged is still in the store
+    verifier = EmbeddingVerifier(recipe, WholeRecords(store))  # damaged records are still in the store
     absent: list[int] = []
     for start in range(0, len(texts.lengths_N), LOOKED_UP_AT_ONCE):
         places = range(start, min(start + LOOKED_UP_AT_ONCE, len(texts.lengths_N)))
@@ -174,12 +174,12 @@ class _Sink:
 
 
 class _Gate:
-    """Builds encoders that passed the comparison with their reference, on their device and in their precision."""
+    """Builds encoders, and first compares each with its reference, on its device and in its precision."""
 
     def __init__(self, source: EncoderSource, recipe: EmbeddingRecipe, shelves: EmbedShelves) -> None:
         self.name, self.dim = source.name, source.dim
         self._source, self._recipe, self._shelves = source, recipe, shelves
-        self._compared: dict[tuple[str, str], Forward] = {}  # encoders that were built for a comparison, to be used
+        self._compared: dict[tuple[str, str], Forward] = {}  # built for a comparison, and used afterwards
 
     def precision(self, device: str) -> tuple[str, float]:
         """Return the precision that comes close enough to the reference, and its lowest cosine."""
@@ -220,7 +220,7 @@ class _Gate:
         } | ({"cls": True} if recipe.cls else {})
         key = recipe_key("parity", made_from)
         with suppress(RecordMissing, CacheDamaged):
-            return float(store.get(key).meta["lowest"])  # only what passed is remembered: a fault may be of one card
+            return float(store.get(key).meta["lowest"])  # only a pass is kept: a failure may be one card's fault
         verdict, encoder = source.compared(precision, recipe.layer, device, cls=recipe.cls)
         if not verdict.passed:
             what = (

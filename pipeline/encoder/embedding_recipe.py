@@ -1,4 +1,4 @@
-"""What determines an embedding: the sequence's text and tokens, and every choice that can change a number in it."""
+"""Everything that determines an embedding: the sequence's text and tokens, and every choice that can change it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class EmbeddingRecipe:
     on_oom: str = "windows"  # windows or cpu
     half_fallback: bool = True
     letters: str = LETTERS  # that the encoder reads
-    whole: int = 0  # residues that it takes as one where `long` cuts only what is longer; 0: as `length` says
+    whole: int = 0  # residues that are encoded at once where `long` cuts only longer sequences; 0: `length`
     cls: bool = False  # whether the row of the mark before the residues is kept beside theirs
 
     def key(self, text: str, variant: Variant) -> bytes:

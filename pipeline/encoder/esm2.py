@@ -46,7 +46,7 @@ _NO_SCALARS: list[float] = []
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Keep products in fp32 from TF32, whatever a container's environment, or the process, allows itself."""
+    """Disable TF32 in this block, whatever the environment or the process has set."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -81,9 +81,10 @@ class TorchLinear:
 
 
 class PackedLinear(TorchLinear):
-    """By oneDNN, with the weights reordered once: 105–112 GFLOP/s on a core where torch's default reached 85–100.
+    """A linear layer by oneDNN, with the weights reordered once.
 
-    These operations are torch.compile's own, not public: ask `packed_works` before you use them.
+    It reached 105–112 GFLOP/s on a core where torch's default reached 85–100. These operations belong to torch.compile
+    and are not public: check `packed_works` first.
     """
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     Tokens = NDArray[np.uint8]
     Rows: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
 
-# About how often each amino acid stands in known proteins, in percent; what matters is that all are met.
+# Rough frequencies of amino acids in known proteins, in percent; the sample only needs each of them.
 _FREQUENCIES = {
     "A": 8.3, "R": 5.5, "N": 4.1, "D": 5.5, "C": 1.4, "Q": 3.9, "E": 6.7, "G": 7.1, "H": 2.3, "I": 5.9,
     "L": 9.7, "K": 5.8, "M": 2.4, "F": 3.9, "P": 4.7, "S": 6.6, "T": 5.4, "W": 1.1, "Y": 2.9, "V": 6.9,
@@ -48,7 +48,7 @@ _SEED = 20_260_101
 # With products alone in bf16 every token of any sequence must reach 0.999: the sample, a fourth of that error.
 _THRESHOLDS = {"fp32": 0.99999, "fp16": 0.999, "bf16": 0.999, BF16_PRODUCTS: 0.99975}
 # With attention weights multiplied by 6 (12 layers of 480), fair-esm in fp32 is 2e-5 off what it computes in fp64, and
-# ours 6e-5: the order of sums decides. Where more than the last figure is in doubt, fp32 is not enough for anybody.
+# ours 6e-5: the order of sums decides. Where errors exceed that, fp32 is not precise enough for either implementation.
 _LEEWAY, _DOUBTFUL = 10.0, 0.999
 VERSION = 2  # raise it when the sample or what is asked of it changes
 _WORST = -1.0  # stands for NaN
@@ -122,7 +122,7 @@ def no_room(what: str, device: str, where: str = "") -> PlanInfeasible:
 
 
 def beside_the_truth(ours: ParityVerdict, theirs: Sequence[Rows], truth: Sequence[Rows]) -> ParityVerdict:
-    """Return a verdict for weights so sharp that fp32 itself is in doubt: the reference's error sets the threshold."""
+    """Return a verdict for weights with which fp32 itself is imprecise: the reference's error sets the threshold."""
     away = 1 - min(_lowest_cosine(*pair) for pair in zip(theirs, truth, strict=True))
     return ParityVerdict(ours.lowest, ours.sequences, max(_DOUBTFUL, min(ours.threshold, 1 - _LEEWAY * away)))
 

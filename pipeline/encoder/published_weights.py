@@ -1,9 +1,8 @@
-"""Published weights: .pt and .safetensors files, read without executing anything in them, and the names in them.
+"""Reads published weights, .pt and .safetensors files, without executing anything in them, and renames tensors.
 
-A checkpoint of Lightning names the classes of its settings, and a TorchScript archive those of its modules. Nobody has
-those packages, and nothing of them is imported or run: only tensors and plain data are wanted, and objects that do
-nothing take the place of the rest. What names a function, or anything of Python's own library but containers of values,
-is refused by that name.
+A Lightning checkpoint pickles the classes of its settings, and a TorchScript archive those of its modules. Their
+packages are not imported, and nothing in them runs: tensors and plain data are read, and inert objects stand for the
+rest. A file is refused if it names a function, or a class of Python's standard library that is no container of values.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-# Of Python's and NumPy's, what only holds values; a name that ends with a dot is a module's.
+# Types of Python and NumPy that only hold values; a name that ends with a dot is a module's.
 VALUES = (
     "pathlib.", "datetime.", "decimal.", "uuid.", "collections.", "types.SimpleNamespace", "argparse.Namespace",
     "numpy.dtype", "numpy.dtypes.", "numpy.ndarray", "numpy.core.multiarray.", "numpy._core.multiarray.",
@@ -62,7 +61,7 @@ class Inert:
 
 
 def _stand_ins() -> dict[str, Any]:
-    """Return what takes the place of functions; a pickle can change their defaults, so each file has its own."""
+    """Return stand-ins for functions, new ones for each file: a pickle can change their defaults."""
     return {
         "collections.OrderedDict": lambda: OrderedDict(),
         "torch._utils._rebuild_tensor_v2": lambda flat, offset, size, stride, *_: flat.as_strided(size, stride, offset),
@@ -135,7 +134,7 @@ _CUT_SHORT = ("unexpected EOF", "not fully covered")
 def read_pt(path: Path, *, foreign: bool = False) -> Any:
     """Return the content of a torch.save file; anything but tensors, plain data and argparse.Namespace is refused.
 
-    `foreign` puts inert objects in the place of those of classes nobody here has, and reads TorchScript archives.
+    With `foreign`, inert objects stand for instances of unknown classes, and TorchScript archives are read, too.
     """
     head = _head(path)
     members = _members(path) if head.startswith(ZIP) else []
@@ -150,7 +149,7 @@ def read_pt(path: Path, *, foreign: bool = False) -> Any:
         raise
     except pickle.UnpicklingError as error:
         raise _refused(path, str(error)) from error
-    except Exception as error:  # a parser on foreign bytes raises anything, and none of it is a bug of ours
+    except Exception as error:  # a parser may raise anything on unknown bytes
         raise _not_a_checkpoint(path, error) from error
 
 

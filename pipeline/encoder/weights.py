@@ -1,4 +1,4 @@
-"""The checkpoint of a run: finding it, identifying it by its content, remembering that; fetching and installing it.
+"""The checkpoint of a run: finds it, identifies it by its content, and fetches and installs published ones.
 
 Nothing here imports torch before a checkpoint must be read.
 """
@@ -250,7 +250,7 @@ def fetch(name: str, target: Path | None, *, url: str | None = None, force: bool
         place = _snapshot_of(repository, target, force=force)
         examined = examine_checkpoint(place, name.rpartition("/")[2])
         if examined.why is not None:
-            for file in files_of(place).tensors:  # another program could take it for the model
+            for file in files_of(place).tensors:  # another program could use it as the model
                 file.resolve().unlink(missing_ok=True)
         return examined.accepted()
     assert url is not None, f"{name} is no model that is published"
@@ -307,7 +307,7 @@ def is_installed(source: CheckpointFiles, target: Path) -> bool:
 
 
 def install_checkpoint(source: CheckpointFiles, target: Path, *, replace: bool) -> None:
-    """Copy a checkpoint's files to `target`, verify the copy, and only then give it its name."""
+    """Copy a checkpoint's files next to `target`, verify the copy, and rename it to `target`."""
     if os.path.lexists(target) and not replace:
         remedy = "use --out PATH, or replace it with --force"
         raise ConfigError("a different file already exists", where=str(target), remedy=remedy)

@@ -1,1 +1,1 @@
-"""Structures in, graphs out: neighbours, residue and atom graphs, their encoding, and a view for PyG."""
+"""From structures to graphs: neighbours, residue and atom graphs, their encoding, and a view for PyG."""

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-SLACK = 1e-3  # Å; what is left out by a look at whole residues is farther away than the cut-off by so much
+SLACK = 1e-3  # Å; residues are skipped only if their balls are this much farther apart than the cut-off
 SIGNS = np.array([1.0, 1.0, 1.0, -1.0])  # of a ball's middle and its radius
-MANY = 1 << 18  # pairs of residues: of more, those far from the other side are left out first
+MANY = 1 << 18  # pairs of residues; with more, residues far from the other side are left out first
 
 
 LAST_OXYGENS = frozenset(map(name_word, ("OXT", "OT1", "OT2")))  # as CHARMM calls them, too
@@ -58,7 +58,7 @@ def rigid_bodies(structure: Structure) -> Bodies:
         pos_3H, residue_H, name_H = pos_3H[:, heavy], residue_H[heavy], name_H[heavy]
         atoms_S = np.bincount(residue_H, minlength=len(atoms_S))
     first_S = np.cumsum(atoms_S) - atoms_S
-    if first_S[-1] == len(residue_H):  # of the last residue no heavy atom is there: what is summed for it begins here
+    if first_S[-1] == len(residue_H):  # the sum for a last residue without heavy atoms starts here
         pos_3H = np.concatenate([pos_3H, np.zeros((3, 1))], axis=1)
         residue_H, name_H = np.append(residue_H, len(atoms_S) - 1), np.append(name_H, np.uint64(0))
     middle_3S = np.add.reduceat(pos_3H, first_S, axis=1) / np.maximum(atoms_S, 1)

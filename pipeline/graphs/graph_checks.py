@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipeline.graphs.item_graph import Array, Edges, ItemGraph, PartnerGraph
     from pipeline.store.format.record import Record
 
-OF_ROWS = {"type", "chain", "row", "number", "icode"}  # what every residue has, whether it is a node or not
+OF_ROWS = {"type", "chain", "row", "number", "icode"}  # arrays of all residues, whether they are nodes or not
 RESIDUE_NODES = OF_ROWS | {"pos", "side", "flags"}
 ATOM_NODES, ATOM_RESIDUES = {"pos", "element", "name", "residue"}, OF_ROWS | {"name", "kind"}
 OPTIONAL = {"plddt", "labelled", "bound"}

@@ -129,7 +129,7 @@ def encode_graph(graph: ItemGraph) -> tuple[dict[str, Array], dict[str, Any]]:
 
 
 def decode_graph(arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> ItemGraph:
-    """Return the graph of a record from `encode_graph`; raise UnusableInput if it says why there is none."""
+    """Return the graph of a record from `encode_graph`; raise UnusableInput if it holds a reason instead."""
     if "reason" in meta:
         raise UnusableInput(Reason(meta["reason"]), meta["detail"])
     if meta["format"] != FORMAT:

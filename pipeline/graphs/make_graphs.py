@@ -1,4 +1,4 @@
-"""Stage graph: structures in, one graph of each item in the store, or the reason why it has none.
+"""Stage graph: from structures to a graph of each item in the store, or the reason why it has none.
 
 `build_graph` makes the graph of one item by a recipe.
 """
@@ -36,7 +36,7 @@ HEADER_BYTES = 2 << 20  # of a shard; a graph has some 25 arrays, whose names an
 
 def build_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:
     """Return the graph of an item; raise UnusableInput if it cannot have one."""
-    from pipeline.graphs import (  # scipy is half of the start of a command, and few make graphs
+    from pipeline.graphs import (  # importing scipy takes half of a command's start, and few commands build graphs
         atom_graph,
         residue_graph,
     )
@@ -52,9 +52,9 @@ def encoded_graph(read: Complex, recipe: GraphRecipe) -> tuple[dict[str, Array],
         return encode_graph(build_graph(read, recipe))
     except UnusableInput as problem:
         return {}, {"reason": problem.reason.value, "detail": problem.detail}
-    except (MemoryError, ImportError, OSError):  # of this machine, and not of the item
+    except (MemoryError, ImportError, OSError):  # a fault of this machine, not of the item
         raise
-    except Exception as error:  # one of our bugs must cost this item, not the run
+    except Exception as error:  # a bug costs this item, not the run
         log.exception("a graph could not be built")
         return {}, {"reason": Reason.GRAPH_FAILED.value, "detail": f"{type(error).__name__}: {error}"[:200]}
 
@@ -65,7 +65,7 @@ def open_writer(store: Store, shard_bytes: int) -> StoreWriter:
 
 
 class Maker:
-    """Makes and stores the graphs of items; it remembers the keys of what it made and has not published."""
+    """Makes and stores the graphs of items; it remembers the keys of graphs that are not published yet."""
 
     def __init__(
         self,
@@ -93,14 +93,14 @@ class Maker:
         return own in self._made or own in WholeRecords(self._store).metas([own])
 
     def publish(self) -> None:
-        """Write what was made to disk, where it is looked up from now on."""
+        """Write new graphs to disk; from now on they are looked up there."""
         self._writer.flush()
         self._made.clear()
         update_index(self._store, far_behind=True)
         self._published_s = time.monotonic()
 
     def publish_in_time(self) -> None:
-        """Write what was made to disk, once a minute."""
+        """Write new graphs to disk, once a minute."""
         if time.monotonic() - self._published_s > PUBLISH_EVERY_S:
             self.publish()
 
@@ -115,7 +115,7 @@ def graph(
         for item in items:
             try:
                 read = files.of(item)
-            except UnusableInput as problem:  # a file that went away since it was scanned: the next scan says so
+            except UnusableInput as problem:  # a file was removed since its scan: the next scan reports it
                 yield problem.reason
                 continue
             key = item_key(item, structures, {path: file.digest for path, file in read.items()})
@@ -132,7 +132,7 @@ def _make(item: Item, key: bytes, read: Mapping[str, File], structures: Structur
         inventory, structure = examine_item(item, read, structures)
     except MemoryError as error:
         raise MemoryError(f"out of memory while reading {item.id}") from error
-    except Exception:  # a bug of ours or of a parser must cost this item, not the task
+    except Exception:  # a bug here or in a parser costs this item, not the task
         log.exception("%s could not be read", item.id)
         return Reason.SCAN_FAILED
     return maker.make(key, structure) if structure else inventory.reason or Reason.NO_NODES

@@ -1,8 +1,8 @@
 """Nearest neighbours and neighbours within a distance, exactly and reproducibly.
 
-Distances are compared as squares of coordinate differences, in whole steps of 1e-6 Å²; equal ones by index. For
-coordinates of three decimals, which files have, that compares the true distances: their squares are whole steps, and
-what a rotation or a translation does to a float64 is a million times less than one.
+Distances are compared as squares of coordinate differences, in whole steps of 1e-6 Å²; equal ones by index. Files have
+coordinates with three decimals, whose squared distances are whole steps. Rounding after a rotation or a translation
+changes a float64 by a millionth of a step. So equal distances compare as equal.
 
 Shapes: N nodes, S sources (their possible neighbours), C candidates of a node in the order of their indices, E edges.
 """
@@ -35,7 +35,7 @@ ROUGHNESS = 2**-20  # of the largest squared distance: more than float32 can be 
 SHORT_ROW = 256
 ONES = np.ones(3)
 BLOCK = 1 << 18  # distances at a time: 1 MB
-PIECE = 1 << 18  # multiplications, for which BLAS starts no threads
+PIECE = 1 << 18  # multiplications: BLAS starts no threads for this few
 
 
 def within(pos_N3: Floats, nearest: int = 0, radius: float | None = None) -> Edges:

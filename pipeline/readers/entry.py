@@ -1,4 +1,4 @@
-"""Shared by all readers: rejections of entries, checks of paths and options, files that stay open between reads."""
+"""Shared by all readers: rejections of entries, checks of paths and options, and a cache of open files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 MOST_OPEN = 256  # files at a time
 PACKED = ".gz"
 SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-NOT_KNOWN = {"", "nan", "na", "n/a", "none", "null"}  # what cells and headers have for a number that is not known
+NOT_KNOWN = {"", "nan", "na", "n/a", "none", "null"}  # what cells and headers write for an unknown number
 SCAN_AGAIN = Command.submit("scan", then="   (the file changed since)")
 
 

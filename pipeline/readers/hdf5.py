@@ -115,7 +115,7 @@ class Hdf5Table:
             shapes = ", ".join(f"{dataset.name} {dataset.shape}" for dataset in self.columns.values())
             raise self._refused(f"datasets of different lengths: {shapes}", "write one row of each for every item")
         length, size = int(rows.pop()), self.path.stat().st_size
-        if length > size:  # else a damaged header makes entries for years
+        if length > size:  # else a damaged header could yield endless entries
             raise self._refused(f"damaged: {length:,} rows in a file of {size:,} bytes", f"h5ls -v {self.path}")
         return length
 

@@ -10,7 +10,7 @@ import base64
 import re
 import zlib
 from typing import TYPE_CHECKING
-from xml.etree import ElementTree  # of elements alone: what a document type could do is refused below
+from xml.etree import ElementTree  # elements only; document types are refused below
 
 import numpy as np
 

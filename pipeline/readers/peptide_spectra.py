@@ -4,7 +4,7 @@
     ProteomeTools, NIST                  MSP with `Name: PEPTIDE/2_0` and `Comment: Parent=… Mods=1/3,M,Oxidation`
     any                                  a USI that ends with its peptide, in the header that `peptide` names
 
-What is left out is refused with its reason: too few peaks, peptides that are too short or too long, none at all.
+Other spectra are rejected with a reason: too few peaks, a peptide that is too short or too long, or no peptide.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Peptides: residues as codes and masses, modified ones among them, their fragments, and how people write all that.
+"""Peptides: codes and masses of residues, also modified ones; fragments; and the notations that people use.
 
 A code is a place in `RESIDUES`: the 20 letters come first, then modified residues, then what may stand before the first
 residue. Masses are monoisotopic, in Da. Suffixes: L residues of a peptide, F = L - 1 places where it may break.

@@ -1,4 +1,4 @@
-"""Spectra with others to be compared with: `SpectrumTriplets` by molecule and mass, `SpectrumPairs` by LC-MS run.
+"""Spectra with related ones to compare them with: `SpectrumTriplets` by molecule and mass, `SpectrumPairs` by run.
 
     data: {source: reader, reader: "pipeline.readers.spectrum_triplets:SpectrumTriplets", path: library.mgf,
            options: {molecule: INCHIKEY, mass_within: 0.05, candidates: 4}}
@@ -135,7 +135,7 @@ class SpectrumPairs(RelatedSpectra):
 
 
 class _Relatives:
-    """Which spectra may be compared: their molecules, masses and places, a few bytes each."""
+    """Finds related spectra by their molecules, masses and places; takes a few bytes for each."""
 
     def __init__(self, entries: Iterable[Entry | Rejection], reader: SpectrumTriplets) -> None:
         self._reader = reader

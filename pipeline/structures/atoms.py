@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 NAME_BYTES = 8
 CB_WEIGHTS = (0.56802827, -0.58273431, -0.54067466)  # CB from CA: of N→CA, its cross product with CA→C, and CA→C
-BLANK_CHAIN = "_"  # what people type for a chain that has no name
+BLANK_CHAIN = "_"  # what users type for a chain without a name
 
 
 class UnusableInput(Exception):
@@ -74,9 +74,9 @@ class AtomTable:
     label_seq_A: NDArray[np.int32] | None = None  # 1-based position in SEQRES, 0 where unknown
     seqres: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # chain → residue names, "SER,PRO" where mixed
     parents: Mapping[str, str] = field(default_factory=dict)  # modified residue → standard one, as the file says
-    aliases: Mapping[str, str] = field(default_factory=dict)  # stand-ins for chain names of more than 7 bytes
+    aliases: Mapping[str, str] = field(default_factory=dict)  # short stand-ins → chain names of more than 7 bytes
     links: Callable[[], Links] = no_links  # between its rows; looked up when asked for, which no scan does
-    notes: Mapping[str, int] = field(default_factory=dict)  # what its parser says of the whole file
+    notes: Mapping[str, int] = field(default_factory=dict)  # the parser's notes about the whole file
     first_S: NDArray[np.int64] | None = None  # of each site, if its parser knows that
     b_iso_A: NDArray[np.float32] | None = None  # B-factors, where they are asked for and the format has them
     is_predicted: bool = False  # whether the file says so; known where B-factors are asked for

@@ -55,7 +55,7 @@ def item_key(item: Item, recipe: ScanRecipe, digests: Mapping[str, str]) -> byte
 
 
 def item_subject(item: Item, digests: Mapping[str, str]) -> Any:
-    """Return what an inventory is made of, as JSON data: the recipe says how."""
+    """Return the input of an inventory as JSON data: files and chains; the recipe has the choices."""
     if item.sequence is not None:
         return item.sequence
     has_errors = any(path.endswith(ENDINGS) for path in digests)
@@ -68,7 +68,7 @@ def item_subject(item: Item, digests: Mapping[str, str]) -> Any:
     chosen = (*item.parts, *item.bound)
     files, contents = [part.path for part in chosen], [_own(part.path, digests) for part in chosen]
     first_of_file = [files.index(path) for path in files]
-    # Parts of copies of one file differ from parts of the file itself, whose chains must be different ones.
+    # Parts of one file must have different chains; parts of two files with equal bytes need not.
     copies = {} if first_of_file == [contents.index(own) for own in contents] else {"files": first_of_file}
     parts = [described(part, pae=has_errors) for part in item.parts]
     return {"parts": parts, "bound": [described(part) for part in item.bound], **copies}
@@ -134,7 +134,7 @@ class Complex:
 
 
 def examine_item(item: Item, files: Mapping[str, File], recipe: ScanRecipe) -> tuple[Inventory, Complex | None]:
-    """Return the inventory of an item, and its structures if it has any and can be used."""
+    """Return the inventory of an item, and its structures if it has any and they are usable."""
     try:
         if item.sequence is None:
             return _take_structures(item, files, recipe)

@@ -1,4 +1,4 @@
-"""Which chains are which side of a complex, and how their residues map to full sequences and bound structures."""
+"""Assigns chains to the sides of a complex; maps residues to full sequences and to bound structures."""
 
 from __future__ import annotations
 

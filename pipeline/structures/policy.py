@@ -1,4 +1,4 @@
-"""From atoms to residues and chains: makes, by a named policy, every choice that a structure file leaves open.
+"""From atoms to residues and chains: a named policy makes every choice that a structure file leaves open.
 
 A residue's identity is its ordinal in the chain, because numbers wrap, repeat and carry insertion codes.
 Shapes: A atoms, R residues, C chains.
@@ -136,7 +136,7 @@ class Structure:
     residue_A: NDArray[np.int64]
     all_chains: tuple[str, ...]  # every chain of the file, also those that hold no polymer
     parents: Mapping[str, str]  # modified residue → standard one, as the file says
-    notes: Mapping[str, int]  # what the whole file holds: altlocs, waters, ligands
+    notes: Mapping[str, int]  # counts of the whole file: altlocs, waters, ligands
     links: Callable[[], Links] = no_links  # between its atoms; looked up when asked for
     plddt_R: NDArray[np.float32] | None = None  # where B-factors are taken for it: the mean of a residue's atoms
     low_R: NDArray[np.bool_] | None = None  # residues of polymers below structures.min_plddt
@@ -185,9 +185,9 @@ def apply_policy(table: AtomTable, policy: Policy) -> Structure:
 def _polymer(table: AtomTable, sites: Sites, types: NDArray[Any]) -> NDArray[np.bool_]:
     """Return a mask of the sites that are residues of a polymer.
 
-    gemmi goes by TER records and by the order of residues, and both can mislead it. So an ATOM record with the name of
-    an amino acid or nucleotide is a residue wherever a TER stands, and what is of unknown kind is one only if it has an
-    atom that links it into a chain: any atom of a chain for ATOM records, CA or C1' for HETATM.
+    gemmi relies on TER records and on the order of residues, and both can be misleading. Here an ATOM record with the
+    name of an amino acid or nucleotide is a residue, wherever a TER record is. A residue of an unknown name is one only
+    if it has an atom that links it into a chain: any such atom in ATOM records, CA or C1' in HETATM records.
     """
     is_atom_S = table.hetero_A[sites.first_S] != HETATM
     unknown_S = types["kind"] == UNKNOWN_KIND
@@ -403,7 +403,7 @@ def _chains(
     for first, last in zip(starts, [*starts, polymers][1:], strict=True):
         name = table.chain_name(chain_R[first])
         kind = KIND_CODES[int(np.argmax(np.bincount(kind_R[first:last], minlength=UNKNOWN_KIND + 1)[:UNKNOWN_KIND]))]
-        # A letter of the other kind means another thing
+        # a one-letter code means something else in the other kind of polymer
         own_R = (kind_R[first:last] == PROTEIN) == (kind is Kind.PROTEIN)
         letters = np.where(own_R, letters_R[first:last], 0).astype(np.uint8).tobytes().decode("ascii")
         sequence = letters.replace("\0", UNKNOWN_LETTER[kind])

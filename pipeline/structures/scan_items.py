@@ -1,7 +1,8 @@
-"""Stage scan: structure files in, an inventory of every item in the store.
+"""Stage scan: from structure files to an inventory of each item in the store.
 
-Two kinds of record. `files` remembers which content a file (path, inode, size, times) had, so that an unchanged one is
-never read again; `scan` holds the inventory under the key of that content and of every choice that can change it.
+There are two kinds of records. `files` remembers the content of a file by its path, inode, size and times, so that an
+unchanged file is not read again. `scan` holds the inventory, under a key of that content and of every choice that can
+change it.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
     from pipeline.store.store import Store, StoreWriter
     from pipeline.structures.inventory import Complex
 
-    Refuse: TypeAlias = Callable[[str, Reason, str], object]  # gets an item whose files cannot be read, and why
+    Refuse: TypeAlias = Callable[[str, Reason, str], object]  # of an item whose files cannot be read
 
 log = logging.getLogger(__name__)
 
-# What is wrong with the bytes of a file stays wrong until the file changes, so it is remembered with it.
+# Faults in a file's bytes stay until the file changes, so they are remembered with it.
 LASTING = frozenset({Reason.EMPTY_FILE, Reason.TRUNCATED_FILE, Reason.UNKNOWN_FORMAT})
 PUBLISH_EVERY_S = 60.0
 LARGE_BYTES = 16 << 20
@@ -71,13 +72,13 @@ def _ignore(_item: str, _reason: Reason, _detail: str) -> None:
 
 
 class Also(Protocol):
-    """Makes something else of a structure while it is in memory."""
+    """Makes something from a structure while it is in memory, such as its graph."""
 
     def make(self, key: bytes, read: Complex) -> Reason | None:
-        """Make it of an item, given the key of its inventory."""
+        """Make it for an item, given the key of its inventory."""
 
     def publish(self) -> None:
-        """Write what was made to disk."""
+        """Write the results to disk."""
 
 
 class Glances(NamedTuple):
@@ -96,7 +97,7 @@ def glances(items: Iterable[Item], recipe: ScanRecipe) -> Glances:
 def look_up_items(
     items: Sequence[Item], recipe: ScanRecipe, shelves: ScanShelves, glanced: Glances | None = None
 ) -> list[Seen]:
-    """Return what the store knows of each item; no structure file is read."""
+    """Look each item up in the store, without reading structure files."""
     paths, marks = glanced or glances(items, recipe)
     files = _read_meta(shelves.files, {mark for mark in marks.values() if isinstance(mark, bytes)})
     known = {path: _content(files, mark, recipe) for path, mark in marks.items()}
@@ -106,7 +107,7 @@ def look_up_items(
 
 
 def look_again(item: Item, recipe: ScanRecipe, shelves: ScanShelves, since_ns: int) -> Seen:
-    """Return what is known of an item by reading its files, if any was too recent to be remembered at that time."""
+    """Look an item up by reading its files, if one of them was too recent at that time to be remembered."""
     try:
         paths = recipe.paths(item)
         states = [stat_file(Path(path), recipe.max_file_bytes) for path in paths]
@@ -120,7 +121,7 @@ def look_again(item: Item, recipe: ScanRecipe, shelves: ScanShelves, since_ns: i
 
 
 def glance(path: str, recipe: ScanRecipe) -> bytes | Inventory | None:
-    """Return the key of a file as it stands, or why it cannot be used, or None while its times prove nothing."""
+    """Return the key of a file's state, why it cannot be used, or None while it is too recent for its times to tell."""
     try:
         state = stat_file(path, recipe.max_file_bytes)
     except UnusableInput as problem:
@@ -141,7 +142,7 @@ def _content(
         return None
     if "content" not in meta:
         return Inventory.from_json(meta)
-    if meta["bytes"] > recipe.max_file_bytes:  # the limit was larger when it was unfolded
+    if meta["bytes"] > recipe.max_file_bytes:  # the limit was larger when it was unpacked
         what = f"unfolds to {meta['bytes']:,} bytes; structures.max_file_bytes is {recipe.max_file_bytes:,}"
         return Inventory(reason=Reason.FILE_TOO_LARGE, detail=what)
     content: str = meta["content"]
@@ -149,7 +150,7 @@ def _content(
 
 
 def _key(item: Item, recipe: ScanRecipe, contents: Mapping[str, str | Inventory | None]) -> bytes | Inventory | None:
-    """Return the key of an item whose files are all known, else what keeps one of them from being used."""
+    """Return the key of an item whose files are all known, else why one of them cannot be used, or None."""
     for content in contents.values():
         if not isinstance(content, str):
             return content
@@ -169,7 +170,7 @@ def _read_meta(store: Store, keys: set[bytes]) -> dict[bytes, Mapping[str, Any]]
             return {}
         try:
             return {record.key: record.meta for record in store.read(keys - missing)}
-        except (CacheDamaged, RecordMissing) as error:  # the store has struck that copy out, and will not name it again
+        except (CacheDamaged, RecordMissing) as error:  # the store now skips that copy
             log.warning("%s: %s: rebuilt", error.where, error.what)
 
 
@@ -183,8 +184,8 @@ class Scanner:
     files: StoreWriter
     also: Also | None = None
     refuse: Refuse = _ignore
-    known: dict[bytes, Reason | None] = field(default_factory=dict)  # the inventories that are not published yet
-    seen: set[bytes] = field(default_factory=set)  # and files
+    known: dict[bytes, Reason | None] = field(default_factory=dict)  # inventories that are not published yet
+    seen: set[bytes] = field(default_factory=set)  # keys of files that are not published yet
     kept: StructureFiles = field(init=False)
     published_s: float = field(default_factory=time.monotonic)
 
@@ -196,7 +197,7 @@ class Scanner:
         try:
             files = self.kept.of(item)
         except UnusableInput as problem:
-            if problem.reason not in LASTING:  # which the store does not remember
+            if problem.reason not in LASTING:  # the store does not remember these
                 self.refuse(item.id, problem.reason, problem.detail)
             return problem.reason
         key = item_key(item, self.recipe, {path: file.digest for path, file in files.items()})
@@ -209,27 +210,27 @@ class Scanner:
             self.known[key] = Inventory.from_json(stored[key]).reason
             return self.known[key]
         if total_bytes(files) > LARGE_BYTES:
-            self.publish()  # should this one exhaust the memory, what came before it is safe
+            self.publish()  # keeps earlier results if this item exhausts the memory
         try:
             inventory, read = examine_item(item, files, self.recipe)
         except MemoryError as error:
             raise MemoryError(f"out of memory while reading {item.id}") from error
-        except (ImportError, OSError) as error:  # of this machine, perhaps: the next scan tries again
+        except (ImportError, OSError) as error:  # perhaps a fault of this machine: the next scan tries again
             log.exception("%s could not be scanned here", item.id)
             self.refuse(item.id, Reason.SCAN_FAILED, _of_error(error))
             return Reason.SCAN_FAILED
-        except Exception as error:  # a bug of ours or of a parser must cost this item, not the run
+        except Exception as error:  # a bug here or in a parser costs this item, not the run
             log.exception("%s could not be scanned", item.id)
             inventory = Inventory(reason=Reason.SCAN_FAILED, detail=_of_error(error))
             read = None
         self.inventories.put(key, read.maps if read else {}, inventory.to_json())
         if self.also and read:
-            self.also.make(key, read)  # a refusal of its own is in its own record
+            self.also.make(key, read)  # it records its own refusals
         self.known[key] = inventory.reason
         return inventory.reason
 
     def publish(self) -> None:
-        """Write what was found to disk, where it is looked up from now on."""
+        """Write the new records to disk; from now on they are looked up there."""
         self.inventories.flush()
         self.files.flush()
         self.known.clear()
@@ -241,7 +242,7 @@ class Scanner:
         self.published_s = time.monotonic()
 
     def _read(self, path: str, mark: bytes | Inventory | None) -> File:
-        """Read a file; what is remembered of it holds only if it did not change meanwhile."""
+        """Read a file, and remember its content."""
         try:
             data = read_file(Path(path), self.recipe.max_file_bytes)
         except UnusableInput as problem:
@@ -256,7 +257,7 @@ class Scanner:
         """Record the content of a file, unless it may have changed since its mark was taken."""
         if isinstance(mark, bytes) and mark not in self.seen and glance(path, self.recipe) == mark:
             self.seen.add(mark)
-            if not _read_meta(self.shelves.files, {mark}):  # it is there where the inventory alone was lost
+            if not _read_meta(self.shelves.files, {mark}):  # it exists if only the inventory was lost
                 self.files.put(mark, {}, meta)
 
 
@@ -272,7 +273,7 @@ def scan_items(
     *,
     refuse: Refuse = _ignore,
 ) -> Generator[Reason | None, None, None]:
-    """Scan items and publish what was found, at the latest every minute."""
+    """Scan items, and publish the records at least every minute."""
     limit = shelves.shard_bytes
     with shelves.inventories.writer(shard_bytes=limit) as inventories, shelves.files.writer(shard_bytes=limit) as files:
         scanner = Scanner(recipe, shelves, inventories, files, also, refuse)

@@ -1,1 +1,1 @@
-"""Many sequences through one encoder: batches, budgets, reading ahead, and what to do when memory ends."""
+"""Encodes many sequences: batches, token budgets, reading ahead, and fallbacks after an out-of-memory."""

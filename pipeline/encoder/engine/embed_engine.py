@@ -1,4 +1,4 @@
-"""Embeds sequences with one encoder: a thread reads ahead, this one computes, and another one writes behind."""
+"""Embeds sequences with one encoder: one thread reads ahead, this one computes, and a third one writes."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ class Engine:
         """Embed N sequences of known length, identified by their index; yield the outcome of each.
 
         `read` is called in one thread only, and so is `sink`. An outcome is yielded after the sink took the embedding.
-        However this ends, what had been computed is given to the sink first, all but the batch under way; a failure of
-        `read` or `sink` is raised here.
+        At any end, the sink first gets all computed embeddings, except those of the current batch. A failure of `read`
+        or `sink` is raised here.
         """
         recipe, settings = self._recipe, self._settings
         refused_N = token_batches.too_long(lengths_N, recipe)
@@ -174,10 +174,10 @@ class Engine:
         return works, refused
 
     def _computed(self, works: Sequence[Work], pending: PendingRows) -> Iterator[Done | RefusedSequence]:
-        """Compute sequences that share device and variant, and hand their rows over at once, so that none is lost."""
+        """Compute sequences that share device and variant, and pass their rows on at once, so that none is lost."""
         self._on([work.text for work in works])
         if len(works) == 1 and works[0].tokens > self._ladder.budget:
-            yield from pending.settled(-1)  # it may need all the memory there is
+            yield from pending.settled(-1)  # the next computation may need all the memory
         batches = [works]
         while batches:
             batch = batches.pop()
@@ -195,7 +195,7 @@ class Engine:
 
 @contextmanager
 def one_thread(name: str) -> Iterator[ThreadPoolExecutor]:
-    """Yield an executor; at the end all that it was given is done, even if a signal arrives meanwhile."""
+    """Yield an executor; on exit all its work is done, even if a signal arrives meanwhile."""
     executor = ThreadPoolExecutor(1, name)
     try:
         yield executor
@@ -214,7 +214,7 @@ class Submitted(NamedTuple):
 
 
 class PendingRows:
-    """Computed rows on their way to the sink, by a thread of their own; what begins again in full precision."""
+    """Computed rows that a thread passes to the sink; sequences to compute again in full precision."""
 
     def __init__(
         self, writer: ThreadPoolExecutor, write: RowWriter, recipe: EmbeddingRecipe, figures: EmbeddingCounts
@@ -229,13 +229,13 @@ class PendingRows:
             submitted.finite.result()
 
     def add(self, works: Sequence[Work], held: list[torch.Tensor], span: Span) -> None:
-        """Hand over rows, as the only thing in a list that the writer empties: its queue keeps what it was given."""
+        """Pass rows to the writer in a list that it empties, because its queue keeps its arguments alive."""
         size = held[0].nbytes
         self.waiting.append(Submitted(works, self._writer.submit(self._write, works, held, span), size, span))
         self._bytes += size
 
     def settled(self, most_bytes: int) -> Iterator[Done | RefusedSequence]:
-        """Wait until at most so many bytes are left to be written; yield the outcomes of what has been."""
+        """Wait until at most this many bytes are unwritten; yield the outcomes of the written ones."""
         while self.waiting and (self._bytes > most_bytes or self.waiting[0].finite.done()):
             submitted = self.waiting.popleft()
             finite = submitted.finite.result()

@@ -117,7 +117,7 @@ class OwnSource:
     ) -> tuple[parity.ParityVerdict, OwnForward]:
         """Compare it with its reference; without one, with itself in fp32, each sequence alone.
 
-        So a mask that is ignored is seen, and a model that draws random numbers. The row of the mark, which no
+        This detects a model that ignores its mask, or that draws random numbers. The row of the mark, which no
         reference gives, is compared with its own.
         """
         readable = ("".join(filter(self.encoder.letters.__contains__, text)) for text in parity.sample_sequences())
@@ -233,7 +233,7 @@ class OwnForward:
         from pipeline.memory.tracing.recorder import Recorder  # late: it imports torch's compiler, which takes a second
 
         recorder = Recorder()
-        for tensor in (*self._model.parameters(), *self._model.buffers()):  # views of them are nothing new
+        for tensor in (*self._model.parameters(), *self._model.buffers()):  # views allocate nothing
             recorder.see(tensor)
         recording = recorder.begin()
         with torch.inference_mode(), recorder:
@@ -260,7 +260,7 @@ _CORRECT = "correct the encoder, then run the same command again"
 
 @contextmanager
 def blaming_encoder(name: str) -> Iterator[None]:
-    """Turn what the user's own code raises within the block into an error that says where; memory's end stays."""
+    """Turn exceptions of the user's code into an error that says where; an out-of-memory passes through."""
     try:
         yield
     except PipelineError:

@@ -1,7 +1,7 @@
-"""Encoders of Hugging Face's library, by the protocol that encoders of users follow: ProtT5, Ankh, SaProt and others.
+"""Encoders from Hugging Face's transformers, by the protocol of users' encoders: ProtT5, Ankh, SaProt and others.
 
-`embed: {encoder: "pipeline.encoder.engine.hugging_face:HuggingFace", weights: FOLDER}`. Nothing here imports their
-library, nor torch, before there is something to encode.
+`embed: {encoder: "pipeline.encoder.engine.hugging_face:HuggingFace", weights: FOLDER}`. Nothing here imports
+transformers or torch before there is something to encode.
 
 SaProt reads with each residue a letter of its structure, 3Di: `structures` names a table of these, as
 `foldseek structureto3didescriptor` writes it. An embedding is of a sequence, so the table is asked by the sequence.

@@ -1,4 +1,4 @@
-"""How much is computed at once: the token budget that the memory allows, and the fallbacks when it does not suffice."""
+"""The token budget that memory allows, and the fallbacks when memory does not suffice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     Kind = tuple[str, str]  # device and precision
 
 CPU_TOKENS, CARD_TOKENS = 8_192, 65_536  # beyond these a batch is not faster, only larger
-SHARE = 0.8  # of what is free; the rest is for fragments, for rows on their way, and for what was not foreseen
+SHARE = 0.8  # of the free memory; the rest is for fragments, for rows that are being written, and a reserve
 QUEUE_BYTES = 128 << 20  # rows that may wait to be written
 ROW_COPIES = 2  # of finished rows: they themselves, and as the store encodes them
 _PROBES = (512, 2_048)  # tokens
@@ -114,8 +114,8 @@ class RefusedSequence:
 class Ladder:
     """Computes batches; halves what does not fit, then falls back to windows and the CPU, and refuses the rest.
 
-    On the CPU, what does not fit must not be tried: where a cgroup or the executor limits memory, no allocation ever
-    fails, and the process is killed.
+    On the CPU, a batch that may not fit must not be tried: under a cgroup's limit no allocation fails, and the process
+    is killed.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class Ladder:
                 if len(group) == 1:
                     return None
                 continue
-            if rows_LD is None:  # one place for all: windows kept until they can be joined would be a second one
+            if rows_LD is None:  # allocated once: keeping all windows until they are joined would take twice the memory
                 rows_LD = unless_out_of_memory(
                     partial(rows_RD.new_empty, (marks + len(work.tokens_L), rows_RD.shape[1]))
                 )
@@ -273,7 +273,7 @@ class Ladder:
             return rows_RD
         self._counts.splits += 1
         free_caches(kind[0])
-        if kind == self._main:  # the budget is of this one: with others, sequences are computed one by one
+        if kind == self._main:  # the budget is the main encoder's; others compute sequences one by one
             if self._drop_others(kind[0]):
                 return self._forward(kind, encoder, tokens)
             if (half := max(1, count // 2)) < self.budget:
@@ -352,7 +352,7 @@ def device_name(device: str) -> str:
 
 def on_its_device(settings: EngineSettings) -> EngineSettings:
     """Use as many threads as the allocation has cores, and the card that is here; raise if torch sees none."""
-    torch.set_num_threads(settings.threads)  # more than there are cores made one forward pass ten times slower
+    torch.set_num_threads(settings.threads)  # more threads than cores made a forward pass ten times slower
     if (device := located(settings.device)) is None:
         what = f"this task needs a GPU, but torch sees none ({torch_sees()})"
         on_cpu = ("embed.device", "cpu"), ("cluster.embed.gpus", "0")

@@ -1,4 +1,4 @@
-"""Which sequences are encoded together, and which by whom: pure arithmetic on lengths.
+"""Divides sequences into batches, and into shards for tasks: pure arithmetic on lengths.
 
 Shapes: N sequences, K of them in a batch or a shard.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut
 
-LARGEST_CAP = 64  # what `auto` asks for at most; beyond it a batch has long been large enough to keep a GPU busy
+LARGEST_CAP = 64  # the most that `auto` chooses: larger batches no longer keep a GPU busier
 
 
 def largest_divisor(count: int, cap: int) -> int:

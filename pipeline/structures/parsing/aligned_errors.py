@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Tokens: TypeAlias = list[tuple[str, int]]  # chain and residue number
 
 THEORETICAL = "THEORETICAL MODEL"
-UNKNOWN = ("", "?", ".")  # as CIF writes what is not said
+UNKNOWN = ("", "?", ".")  # as CIF writes missing values
 # What the headings of predictions say of themselves; files without any heading say nothing.
 PREDICTED = re.compile(rb"ALPHAFOLD|COLABFOLD|ESMFOLD|ESM FOLD|ROSETTAFOLD|OMEGAFOLD|OPENFOLD|BOLTZ|CHAI-1|PLDDT", re.I)
 HEADING = re.compile(rb"^(?:HEADER|TITLE|COMPND|KEYWDS|AUTHOR|REMARK).*$", re.M)

@@ -1,8 +1,8 @@
 """A fast parser of plain PDB files: ATOM lines of one length, of standard residues in standard columns.
 
-Files that were prepared for machine learning are mostly plain. Any other, down to one odd character, is left to gemmi;
-for plain ones, every column is bit for bit what gemmi returns, except that waters are left out (test_plain_pdb.py
-compares them). The rules are gemmi's, narrowed. Shapes: A atoms, R residues, N numbers, B bytes.
+Files prepared for machine learning are mostly plain. A file with even one unusual character is left to gemmi. For plain
+files every column equals gemmi's bit for bit, except that waters are left out (test_plain_pdb.py compares them). The
+rules are a subset of gemmi's. Shapes: A atoms, R residues, N numbers, B bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-REVISION = 0  # counted up, and so into the keys, when this was found to have read anything else than gemmi reads
+REVISION = 0  # part of the keys; raise it when this parser was found to differ from gemmi
 
 # Records that change no column, whatever they say. CRYST1 is none of them: gemmi refuses a file for an impossible cell.
 IDLE = frozenset(b"HEADER TITLE COMPND SOURCE KEYWDS EXPDTA AUTHOR REVDAT JRNL REMARK SEQRES".split()) | {b""}

@@ -442,7 +442,7 @@ def _check_numbers(data: bytes) -> None:
     """Refuse a file with a coordinate or a residue number that is none, which a parser would take for 0."""
     data = data[: _first_end(data)]
     for start in plain_pdb.unusual_atoms(data):
-        line = data[start : data.find(b"\n", start) % (len(data) + 1)]  # to its end, or the file's
+        line = data[start : data.find(b"\n", start) % (len(data) + 1)]  # to the end of the line or of the file
         for what, columns in COLUMNS.items() if line.startswith((b"ATOM  ", b"HETATM")) else ():
             field, number = line[columns], NUMBER if len(what) == 1 else RESIDUE_NUMBER
             if not number.fullmatch(field) and len(line) >= columns.stop:

@@ -45,7 +45,7 @@ class StructureFiles:
     """Reads the files of items, and keeps the last few."""
 
     def __init__(self, reader: Callable[[str], File], paths: Callable[[Item], Iterable[str]]) -> None:
-        np.empty(KEPT_BYTES, np.uint8)  # what glibc has once freed at such a size it no longer returns, item by item
+        np.empty(KEPT_BYTES, np.uint8)  # after one free of this size glibc keeps such blocks
         self._read, self._paths = reader, paths
         self._kept: dict[str, File] = {}
 
@@ -152,7 +152,7 @@ def _operations(expression: str) -> int:
     return product
 
 
-BIOTITE = (1, 5)  # the first that reads masked columns
+BIOTITE = (1, 5)  # the first version that reads masked columns
 
 
 def has_biotite() -> bool:

@@ -1,1 +1,1 @@
-"""Where a data set comes from: what people bring becomes a stream of items and rejections, before any file is read."""
+"""Data sources: users' tables and folders become a stream of items and rejections, before any structure is read."""

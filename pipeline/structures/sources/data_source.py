@@ -177,7 +177,7 @@ def items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
     """Yield each item of a source once, and a rejection for each unusable entry; `limit` counts items."""
     _refuse_unheeded(spec)
     if spec.structures_dir is not None:
-        next(listing(spec.structures_dir), None)  # raises once, and not for every item, if it is not there
+        next(listing(spec.structures_dir), None)  # raises once, not for every item, if the folder is missing
     listed = spec.source == "pairs" and spec.splits  # the table lists the pairs themselves
     given = GivenSplits(spec.splits) if spec.splits and not listed else None
     seen, example = SeenIds(), ""

@@ -94,7 +94,7 @@ class SeenIds:
         self._latest.clear()
 
 
-UNKNOWN = frozenset({"", "na", "n/a", "nan", "none", "null"})  # as tables write what was not measured
+UNKNOWN = frozenset({"", "na", "n/a", "nan", "none", "null"})  # what tables write for a missing measurement
 WORDS = {"true": 1.0, "false": 0.0}
 LARGEST = 3.4e38  # of the single precision in which tasks have it
 

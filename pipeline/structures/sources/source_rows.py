@@ -112,7 +112,7 @@ def _refused(path: Path, what: str, remedy: str) -> DataError:
 
 DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
-LIKELY, ALIKE, NEARLY_CERTAIN = 0.6, 0.8, 0.9  # two names, of which one must be or may be a typing error
+LIKELY, ALIKE, NEARLY_CERTAIN = 0.6, 0.8, 0.9  # two names, one of which must be or may be a typing error
 # How other programs and people call a column, where it is not there: as a label it would be silently ignored.
 OTHER_NAMES = {
     "id": "complex_name|name|pdb|pdb_id",
@@ -225,7 +225,7 @@ def read_rows(path: Path, columns: Columns, *, quoted: bool = True) -> Iterator[
     if suffix not in (*DELIMITERS, *JSON_LINES):
         with _opened(path):
             raise _wrong_kind(path, suffix)
-    with closing(text_lines(path)) as lines:  # at once, not when an error that holds it is forgotten
+    with closing(text_lines(path)) as lines:  # close it now, even while an error still refers to it
         if suffix in JSON_LINES:
             yield from _json_rows(path, lines, columns)
         else:
