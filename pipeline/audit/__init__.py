@@ -1,1 +1,1 @@
-"""Does what the cache holds mean anything? Records against the data set and against each other."""
+"""Checks the content of cached records: against the data set, its files and each other."""

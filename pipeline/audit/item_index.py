@@ -1,4 +1,4 @@
-"""Which records are of which item of the current data set, whatever the records themselves say."""
+"""Maps keys of records to items of the current data set, independently of the records' own content."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
     from pipeline.project.project import Project
 
-# What one may stumble over in a record that is nothing like what it should be.
+# Exceptions that a malformed record can cause.
 ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 _SAMPLE_BITS = 64
 
 
 class KeyedLines:
-    """Takes keys with a line of text each, then gives the text of a key; in a temporary file, whatever their number."""
+    """Maps any number of keys to a line of text each, in a temporary file."""
 
     def __init__(self) -> None:
         self._table = sqlite3.connect(
             "", isolation_level=None, check_same_thread=False
-        )  # a file without a name, which goes when this does
+        )  # an unnamed file, deleted with this object
         self._table.execute("CREATE TABLE lines (key BLOB PRIMARY KEY, text TEXT) WITHOUT ROWID")
-        self._table.execute("BEGIN")  # what is never committed need not survive
+        self._table.execute("BEGIN")  # never committed, so nothing is synced
 
     def add(self, key: bytes, text: str) -> None:
-        """Keep the text of a key; of a key that is added again, the last of its texts."""
+        """Keep the text of a key; a later text replaces an earlier one."""
         self._table.execute("INSERT OR REPLACE INTO lines VALUES (?, ?)", (key, text))
 
     def get(self, key: bytes) -> str | None:

@@ -3,8 +3,8 @@
 Every graph is also checked for what a task needs of it. The sample depends on keys alone, so it is the same however
 tasks divide a validation.
 
-Whole numbers, names and texts must be the same. Coordinates and distances may differ by `CLOSE`, which no digit of a
-file is: the same numbers on another processor differ by less. Records that differ in any bit are counted.
+Whole numbers, names and texts must be the same. Coordinates and distances may differ by `CLOSE`. That is less than the
+last digit in any file, and more than results differ between processors. Records that differ in any bit are counted.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Semantic:
         on: Callable[[str], object] = lambda _shard: None,
     ) -> Iterator[Checked]:
         """Judge some shards of one kind."""
-        _ = self._recipes  # now, so that no record is blamed if this fails
+        _ = self._recipes  # read now, so that a failure is not reported as a fault of a record
         if self._sample:
             _ = self._data_set
 
@@ -216,7 +216,7 @@ class Semantic:
                 if theirs not in (None, mine):
                     yield f"item {number}: its sizes are {mine}; those of its graph are {theirs}"
 
-    # What must be known besides
+    # Inputs of the comparison
 
     @cached_property
     def _recipes(self) -> Mapping[bytes, Mapping[str, Any]]:
@@ -227,7 +227,7 @@ class Semantic:
 
     @cached_property
     def _encoders(self) -> Mapping[str, EncodedAgain]:
-        """What computes with the weights of this configuration that are here, by their digest."""
+        """The encoders of this configuration whose weights are here, by digest."""
         encoders = {}
         for view in self._project.encoders.values():
             with suppress(PipelineError):

@@ -1,1 +1,1 @@
-"""Which items a run is of, what each stage still has to do for them, and what the store has of them."""
+"""The items of a run: their list, their splits, and what each stage still has to do for them."""

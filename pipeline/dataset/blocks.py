@@ -1,9 +1,9 @@
-"""A data set in blocks, and what a stage counted of each: what an earlier run found of a block is taken over.
+"""Divides a data set into blocks, and keeps a stage's tally of each block for later runs.
 
-A block is some hundred items in a row. Its end follows from an item's id, so that an item more or less changes one
-block. Its digest covers the lines of its items and their files as they stand. The tally of a block in which nothing is
-missing is kept under that digest, for later looks of this run and for later runs with the same settings, code and
-parsers. It counts once every record that it rests on was read and verified, shard by shard and unparsed.
+A block is some hundred consecutive items. An item's id decides whether a block ends there, so that adding or removing
+an item changes one block only. A block's digest covers the lines of its items and the state of their files. A tally in
+which nothing is missing is stored under that digest, for later runs with the same settings, code and parsers. It is
+used only after all records that it counts were read and verified, shard by shard, without parsing.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ LARGEST = ("longest", "largest")  # fields that keep the larger value; the other
 class BlockTally:
     """What a stage counted of a block, or of all of them."""
 
-    counts: Counter[str] = field(default_factory=Counter)  # as a survey shows them
-    keys: dict[str, bytearray] = field(default_factory=dict)  # of the records that it rests on, by kind
+    counts: Counter[str] = field(default_factory=Counter)  # the counts of a survey
+    keys: dict[str, bytearray] = field(default_factory=dict)  # of the counted records, by kind
     lines: dict[str, bytearray] = field(default_factory=dict)  # for the lists of the run, by their names there
     absent: list[Any] = field(default_factory=list)  # what is known of the items that are not done
-    is_final: bool = True  # else it is counted again by every look
+    is_final: bool = True  # otherwise each survey counts the block again
 
 
 T = TypeVar("T", bound=BlockTally)
@@ -128,16 +128,16 @@ class KnownBlock(NamedTuple):
     entries: list[KnownItem | Rejection]
     refused: Counter[str]  # entries that the source refused, by the reason
     keys: dict[str, bytearray]  # of the files and inventories that were found
-    digest: bytes  # empty while the times of a file prove nothing
+    digest: bytes  # empty while a file is too recent for its times to tell
 
 
 class DataBlocks:
-    """The blocks of a run's data set, as it stood when it was first walked; without a run, as it stands."""
+    """The blocks of a run's frozen data set, or, without a run, of the present one."""
 
     def __init__(self, project: Project, folder: RunFolder | None) -> None:
         self._project, self._folder = project, folder
-        self.digests, self._starts = list[bytes](), array("Q")  # where each begins: its byte, without a run its entry
-        self._entries: Iterator[tuple[bytes, Item | Rejection]] = iter(())  # without a run: what is read once more
+        self.digests, self._starts = list[bytes](), array("Q")  # starts in bytes, without a run in entries
+        self._entries: Iterator[tuple[bytes, Item | Rejection]] = iter(())  # without a run: the second pass
         self._at = 0
         at, block = 0, list[tuple[bytes, Item | Rejection]]()
         for line, entry in worklist.frozen_lines(project, folder):
@@ -179,7 +179,7 @@ class DataBlocks:
 
 
 def _digest(lines: Iterable[bytes], seen: Glances) -> bytes:
-    """Return the digest of a block; empty while the times of a file prove nothing."""
+    """Return the digest of a block; empty while a file is too recent for its times to tell."""
     digest = xxhash.xxh3_128()
     for line in lines:
         digest.update(line)
@@ -257,11 +257,11 @@ def tallies(
     *,
     again: bool = True,
 ) -> Iterator[T]:
-    """Yield what a stage finds of each block in order: `count` is asked only of blocks that are not known.
+    """Yield a stage's tally of each block in order; `count` is called only for blocks without a stored tally.
 
-    `records` verifies the records that a tally rests on besides inventories, by kind. `again` reads files again that
-    changed too lately. What this run alone left out is tried again by the next one, so
-    such a run writes nothing down; nor does one that is confined to a list.
+    `records` verifies, by kind, the counted records other than inventories. `again` reads files again that changed too
+    recently. A run that left out items, or that is restricted to a list, stores no tallies: the next run tries those
+    items again.
     """
     look = worklist.Look(project, folder, again=again)
     blocks, known_as = _blocks(project, folder), (FoundTallies, folder, stage)

@@ -1,6 +1,6 @@
-"""The items of a data set before their graphs are made, with sizes as a scan knows them or as somebody typed them.
+"""The items of a data set before their graphs exist, with sizes from a scan or from the command line.
 
-They are for plans that are only shown: what is trained on, and how it is planned, follows from the table of graphs.
+They serve plans that are only shown. The training itself is planned from the table of graphs.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def refuse_other_width(project: Project, task: Task) -> None:
         return
     try:
         width = sum(view.encoding.weights.dim for view in project.encoders_read)
-    except PipelineError:  # which the stage embed, or the check of the weights, says better
+    except PipelineError:  # the stage embed, or the check of the weights, reports it better
         return
     if width != wanted:
         what = f"the task expects embeddings of width {wanted}, embed.weights gives {width}"
@@ -160,7 +160,7 @@ def _scanned(project: Project) -> tuple[TableBuilder, int]:
 
 
 def _expected_sizes(inventory: Inventory, graph: GraphSection) -> dict[str, int]:
-    """Return the sizes that a graph will have, edges about; without those that nobody can know before."""
+    """Return the sizes that a graph will have, edges approximately; unpredictable sizes are left out."""
     promised = promised_sizes(inventory, graph)
     cross = {} if graph.cross_neighbours or graph.cross_radius else {"cross": 0}
     return {"edges": promised["nodes"] * _edges_of_node(graph), **cross, **promised}

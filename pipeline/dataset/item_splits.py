@@ -1,4 +1,4 @@
-"""Items into splits that share nothing: what belongs together, where it goes, and what existing splits share.
+"""Divides items into splits that share nothing, and finds what existing splits share.
 
 Pure functions of numbers. Shapes: N items, L links (an item has a chain, which others may have, too), C components,
 S splits, B strata of size.
@@ -31,7 +31,7 @@ def text_digest(text: str, seed: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChainLinks:
-    """What items have that others may have, too: the item, its partner, and 64 bits that stand for it."""
+    """Links of items through shared things, such as chains: the item, its partner, and a 64-bit digest."""
 
     items: array[int] = field(default_factory=lambda: array("I"))
     partners: array[int] = field(default_factory=lambda: array("B"))
@@ -52,7 +52,7 @@ class ChainLinks:
         return np.array(self.tokens, np.uint64)
 
     def of_both(self) -> ChainLinks:
-        """Return as links what an item's first partner has together with what its second has, in either order."""
+        """Return links of pairs: a thing of an item's first partner with a thing of its second, in either order."""
         pairs = ChainLinks()
         for item, first, second in self._sides():
             if len(first) * len(second) <= MOST_PAIRS:
@@ -73,7 +73,7 @@ class ChainLinks:
 
 
 def find_components(items: int, links: Sequence[ChainLinks]) -> NDArray[np.int64]:
-    """Return of each item the lowest one that it is connected with: by links, and links of those, and so on."""
+    """Return for each item the lowest item of its connected component."""
     label_N = np.arange(items)
     levels = [(each.item_L, np.unique(each.token_L, return_inverse=True)[1]) for each in links if each.items]
     while True:
@@ -125,7 +125,7 @@ def distribute(
 
 
 class _Shares:
-    """What each split has still to get, as components are given to it."""
+    """The items that each split still lacks, while components are assigned."""
 
     def __init__(self, strata: Sequence[int], fractions: Sequence[float]) -> None:
         self.wanted = [[max(1e-9, fraction * count) for count in strata] for fraction in fractions]
@@ -133,10 +133,10 @@ class _Shares:
         self.missing = whole_numbers(sum(strata), fractions)
 
     def take(self, counts: Sequence[int]) -> int:
-        """Give a component, by its items in each stratum, to a split, and return which.
+        """Assign a component, given by its items in each stratum, to a split, and return the split.
 
-        Of the splits that have room for it, the one whose strata come nearest to what they should be; where none has,
-        the one that lacks the largest part of its items, so that no split stays empty for another's sake.
+        Among the splits with room, take the one whose strata come nearest to their targets. If none has room, take the
+        one that lacks the largest share of its items, so that no split stays empty.
         """
         total = sum(counts)
         roomy = [split for split, missing in enumerate(self.missing) if missing >= total]
@@ -154,7 +154,7 @@ class _Shares:
         return self.missing[split] / wanted, wanted
 
     def _excess(self, split: int, counts: Sequence[int]) -> float:
-        """Return by how much the squared relative distance of a split from its share grows."""
+        """Return the growth of a split's squared relative distance from its target."""
         wanted, lacking = self.wanted[split], self.lacking[split]
         return sum(count * (count - 2 * lacking[stratum]) / wanted[stratum] for stratum, count in enumerate(counts))
 
@@ -164,7 +164,7 @@ class SharedBySplits:
     """What two splits share at one level, and how many items of each have something of it."""
 
     level: str
-    partners: str  # one, both; or item, of what is an item's as a whole
+    partners: str  # one, both; or item, for things of the whole item
     splits: tuple[str, str]
     groups: int
     items: tuple[int, int]
@@ -204,9 +204,9 @@ class LeakingItems:
 
 
 def find_leaking(digest_K: NDArray[np.uint64], split_K: NDArray[Any], ordinal_K: NDArray[Any]) -> LeakingItems:
-    """Return the items of which something occurs in more than one split.
+    """Return the items that share something with another split.
 
-    Digests that occur once, as most do, are left out before the sort.
+    Most digests occur once; they are left out before the sort.
     """
     in_order = np.sort(digest_K)
     repeated = np.unique(in_order[1:][in_order[1:] == in_order[:-1]])

@@ -42,7 +42,7 @@ def open_loader(
     `rank` and `ranks` are not given, they are those of torch's process group, looked up as each loop begins. `sets` are
     as for --set, `options` those of the loader: slots, threads, collate, reject, seed.
     """
-    from pipeline.training.items.loader import Loader  # which waits for torch
+    from pipeline.training.items.loader import Loader  # late: it imports torch
     from pipeline.training.ranks.process_group import end_after_gloo, place_in_group
 
     if (rank is None) != (ranks is None):
@@ -78,7 +78,7 @@ def source_of(project: Project, table: ItemTable, mending: DamagedItems | None =
 
 def batches_of(project: Project, table: ItemTable, collate: Collate | None = None) -> Callable[[Sequence[int]], Any]:
     """Return a function that makes a batch of some items of a table."""
-    from pipeline.training.items.loader import Loader  # which waits for torch
+    from pipeline.training.items.loader import Loader  # late: it imports torch
 
     sampler = Sampler(table.sizes, SamplerSettings(batch=len(table), by=tuple(table.sizes)[:1]))
     source, rows = source_of(project, table), rows_of(project)

@@ -1,8 +1,7 @@
-"""A data set that a reader gives: its usable items, whether its files are as they were, what runs have read of it.
+"""A data set from a reader: its usable items, changes of its files, and the tables that runs have read.
 
-What a run read is in its folder: from which files, by which reader, and the key of the table. So a data set is read
-again when any of that has changed, and what is made of a table stays as long as its items do. Memory is what the table
-takes and 12 bytes an id, whatever the items hold.
+Each run's folder records the files, the reader and the key of the table. If any of them has changed, the data set is
+read again. Reading takes the memory of the table and 12 bytes an id, whatever the items hold.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def _shown(form: Form) -> str:
 
 
 def _may_lack(name: str, dtype: np.dtype[Any], rows: Mapping[str, int]) -> bool:
-    """Whether no rows, NaN or False can stand for an array that an item lacks."""
+    """Whether a missing array can be filled in: with no rows, NaN or False."""
     axis = parse_field(name).axis
     return dtype.kind == "f" or (bool(axis) and (dtype.kind == "b" or not rows.get(axis)))
 
@@ -122,7 +121,7 @@ class EntriesTaken:
     table: TableBuilder = field(default_factory=TableBuilder)
     forms: ArrayForms = field(default_factory=ArrayForms)
     seen: SeenIds = field(default_factory=SeenIds)
-    entries: int = 0  # so far, those that cannot be used among them
+    entries: int = 0  # so far, unusable ones included
     splits: Counter[str] = field(default_factory=Counter)
     leaks: int = 0  # ids that are in two splits
     leak: str = ""  # the first of them
@@ -204,7 +203,7 @@ def _spread(sizes: array[int]) -> dict[str, float]:
 
 TRIED = 3  # items, before all are read
 TRIED_MOST = 100  # where none of the first can be used
-FORMAT = 1  # of what a run's folder says of it
+FORMAT = 1  # of the record in a run's folder
 
 
 def is_reader(config: Config) -> bool:
@@ -253,7 +252,7 @@ def read_first(reader: Reader, most: int) -> EntriesTaken:
 
 @contextmanager
 def blaming_reader() -> Iterator[None]:
-    """Report what the reader's code raises as a fault of that code."""
+    """Report an exception of the reader as a fault of the reader's code."""
     try:
         yield
     except (PipelineError, MemoryError):
@@ -263,7 +262,7 @@ def blaming_reader() -> Iterator[None]:
 
 
 def reader_state(project: Project, files: str | None = None) -> dict[str, Any]:
-    """Return what decides which items there are: the reader, its options, its code, and the state of its files."""
+    """Return everything that decides the items: the reader, its options, its code, and the state of its files."""
     data, reader = project.config.data, reader_of(project)
     return {
         "reader": data.reader,
@@ -312,7 +311,7 @@ def reader_tables(project: Project) -> Iterator[tuple[RunFolder, bytes, ItemTabl
 
 
 def unmade(config: Config) -> str:
-    """Say that the input of a training is missing."""
+    """Return the error for a training whose input is missing."""
     if is_reader(config):
         return "the current version of this data set was not scanned"
     return "this data set has no graphs with this configuration"

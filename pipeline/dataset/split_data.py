@@ -1,4 +1,4 @@
-"""A project's items with what they share, from inventories that a scan made; their splits, made or checked.
+"""Makes and checks the splits of a project, by what its items share according to their inventories.
 
 Clusters of chains are tables as other programs write them, a line `representative<TAB>member`. Splits are written as a
 table for `data.splits`.
@@ -110,7 +110,7 @@ def chain_names(item: str, path: str, chain: str, model: int | None, *, alone: b
 
 @dataclass(slots=True)
 class SharedItems:
-    """The usable items of a data set in columns, and what they have that others may have, too, level by level."""
+    """The usable items of a data set in columns, and their links through shared things, level by level."""
 
     seed: int = 0
     draws: array[int] = field(default_factory=lambda: array("Q"))  # of each item, by its id
@@ -253,7 +253,7 @@ def _refuse_strangers(name: str, table: ClusterTable, shared: SharedItems) -> No
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Items divided into splits: the split and the component of each, and what is told of both."""
+    """Items divided into splits: the split and the component of each, and a summary."""
 
     names: tuple[str, ...]
     fractions: tuple[float, ...]
@@ -302,7 +302,7 @@ def _named_by_draw(component_N: NDArray[np.int64], draw_N: NDArray[np.uint64]) -
     """Return of each item the one of its component that was drawn first."""
     order = np.argsort(draw_N, kind="stable")[::-1]
     first = np.empty(len(draw_N), np.int64)
-    first[component_N[order]] = order  # the last to be written stays: the lowest draw
+    first[component_N[order]] = order  # the last write wins: the lowest draw
     return first[component_N]
 
 

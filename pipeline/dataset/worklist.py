@@ -1,4 +1,4 @@
-"""The data set of a run, frozen as lines of JSON; what is known of it, and what a stage has still to do, in tasks."""
+"""The data set of a run, frozen as lines of JSON; what the store knows of it; a stage's missing work, in tasks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pipeline.structures.scan_items import Glances, Seen
 
 LOOKED_UP_AT_ONCE = 1024
-MOST_PER_TASK = 50_000  # items, however little time each takes: a process holds some hundred bytes of every one
+MOST_PER_TASK = 50_000  # items: a task's process holds some hundred bytes of each
 _ENCODER = json.JSONEncoder()  # made once: a data set has many lines
 
 
@@ -56,12 +56,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StageSurvey:
-    """What a stage has to do: how much the store already holds, and the rest in tasks."""
+    """A stage's survey: how much the store already holds, and the rest cut into tasks."""
 
     counts: Mapping[str, int]  # items, refused, unusable, cached, missing, and what else a stage counts
     shards: tuple[Shard, ...]
-    bytes: int = 0  # what the results will take in the cache
-    cost: float = 0.0  # in the unit in which tasks tell how far they are
+    bytes: int = 0  # of the results in the cache
+    cost: float = 0.0  # in the unit in which tasks report progress
     parts: Mapping[str, StageSurvey] = field(default_factory=dict)  # the same of each encoder, where there are several
     search: Mapping[str, Any] = field(default_factory=dict)  # of a sweep that is a search
 
@@ -101,13 +101,13 @@ def read_shard(folder: RunFolder, stage: str, task: int) -> Shard:
 def split_shards(
     folder: RunFolder, stage: str, tasks: Sequence[int], halve: Callable[[RunFolder, Shard], tuple[Shard, Shard]]
 ) -> dict[int, list[int]]:
-    """Append two tasks for each of the given ones, that share its work; return their numbers."""
+    """Append two tasks for each given one, each with half of its work; return their numbers."""
     shards = read_shards(folder, stage)
     known = {shard: number for number, shard in enumerate(shards)}
     into = {}
     for task in tasks:
         halves = halve(folder, shards[task])
-        for half in halves:  # a known half was split by a process that died before the ledger knew
+        for half in halves:  # known halves: a process split it, and died before the ledger recorded that
             if known.get(half, -1) <= task:
                 known[half] = len(shards)
                 shards.append(half)
@@ -288,17 +288,17 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class KnownItem:
-    """A usable item with its inventory; None: that has still to be made."""
+    """A usable item and its inventory, or None if that is missing."""
 
     item: Item
     inventory: Inventory | None
-    key: bytes | None  # of the inventory; None where a file has changed too lately to be known
+    key: bytes | None  # of the inventory; None if a file changed too recently
 
 
 class Look:
-    """Looks items up as a run does, which knows what it left out.
+    """Looks items up in the store for a run, which knows the items that it left out.
 
-    `again` reads the files that had changed too lately when the run began. Without a run none is read.
+    With `again`, it reads files that had changed too recently when the run began. Without a run it reads no file.
     """
 
     def __init__(self, project: Project, folder: RunFolder | None, *, again: bool = True) -> None:
@@ -308,7 +308,7 @@ class Look:
     def known(
         self, entries: Sequence[Item | Rejection], glanced: Glances | None = None
     ) -> tuple[list[KnownItem | Rejection], bytearray]:
-        """Return for each entry what the store knows of it, and the keys of the inventories that it has."""
+        """Look up each entry; return what the store knows of each, and the keys of the inventories that it has."""
         items, project = [entry for entry in entries if isinstance(entry, Item)], self._project
         seen = look_up_items(items, project.recipe, project.shelves, glanced)
         if self._since_ns is not None:
@@ -340,16 +340,16 @@ def rejection(item: Item, reason: Reason, detail: str) -> Rejection:
     return Rejection(item.id, reason, detail, item.origin, item.split)
 
 
-REMEMBERED = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # kinds of which it is known what a data set needs
+REMEMBERED = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # kinds whose needed records are remembered
 
 
 def remember_needed(project: Project, kind: str, keys: bytes | bytearray) -> None:
-    """Write down which records of a kind the data set needs; that it cannot be written is no failure."""
+    """Record in the cache which records of a kind the data set needs (best effort)."""
     remember_keys(project.cache.disk, project.cache.root, kind, deciding(project.config, kind), keys)
 
 
 def recall_needed(cache: CacheFolder, config: Config, kind: str) -> WantedKeys | None:
-    """Return which records of a kind a data set was last found to need; None where that was never found out."""
+    """Return the records of a kind that a data set needed when last recorded; None if never recorded."""
     return recall(cache.disk, cache.root, kind, deciding(config, kind))
 
 

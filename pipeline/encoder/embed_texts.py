@@ -1,7 +1,7 @@
 """Stage embed: from the sequences of a data set to a verified embedding of each in the store.
 
-Small records of the kind `parity` remember how close an encoder came to its reference. Nothing here imports torch before
-there is something to encode.
+Small records of the kind `parity` remember how close an encoder came to its reference. Nothing here imports torch
+before there is something to encode.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""`pipeline replay`: one recorded training step, made again on this machine."""
+"""`pipeline replay`: runs one recorded training step again on this machine."""

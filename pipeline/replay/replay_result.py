@@ -45,18 +45,18 @@ class ReplayResult:
     bundle: Bundle
     where: str  # the bundle's folder
     device: str  # here
-    weights: str  # where they are from, and what that means
-    is_exact: bool  # they are those of that moment
+    weights: str  # where the weights are from, and what that means
+    is_exact: bool  # the weights are exactly those of that step
     notes: list[str] = field(default_factory=list)
-    rerun: Rerun | None = None  # none: it took the process with it
+    rerun: Rerun | None = None  # None: the step killed the process
     suspects: list[Suspect] = field(default_factory=list)
     traced: Traced | None = None
-    died: str = ""  # how the process ended that ran it
-    on: tuple[str, ...] = ()  # the items that it was on
+    died: str = ""  # how the child process ended
+    on: tuple[str, ...] = ()  # the items that it worked on
 
     @property
     def is_reproduced(self) -> bool:
-        """Tell whether the same went wrong again."""
+        """Tell whether the same failure happened again."""
         if self.rerun is None:
             return bool(self.died) and self.bundle.kind.value == "poison"
         if self.bundle.kind.value == "oom":
@@ -188,7 +188,7 @@ def _plain(result: PartResult) -> dict[str, Any]:
 
 
 def _worded(value: Any) -> Any:
-    """Return JSON data whose numbers that are not finite are text, which every reader takes."""
+    """Return JSON data with numbers that are not finite as text, since JSON has none."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""A step that went wrong, made again on this machine, from the bundle that it has left behind.
+"""Runs a failed step again on this machine, from the bundle that it left.
 
-What is run is one rank's share, as it was cut, with the random numbers of that moment, under the plan of that moment.
-Nothing of the run or the model's folder is changed.
+It runs one rank's share with the same cuts, random numbers and plan. It changes nothing in the run's or the model's
+folder.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from pipeline.training.prepared import ModelFolder
     from pipeline.training.step.exact_step import Piece
     from pipeline.training.step.step import Step
-ORDER = ("nan", "poison", "oom")  # what ended a run comes before what it survived
+ORDER = ("nan", "poison", "oom")  # failures that end a run come before those that it survives
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ReplayCase:
     made: ModelFolder
     where: Path  # the bundle
     bundle: Bundle
-    prepared: Prepared  # when it went wrong
+    prepared: Prepared  # of the failed step
     others: tuple[str, ...]  # bundles of the same step
 
 
@@ -96,7 +96,7 @@ def _of_another_version(error: ValueError, where: Path) -> DataError:
 
 
 def _preference(bundle: Bundle) -> tuple[int, bool, int]:
-    """Return a sort key: first what ended the run, then the rank that has an item which the message names."""
+    """Return a sort key: first failures that ended the run, then the rank with an item that the message names."""
     names = {name for cut in bundle.cuts for name in cut.ids}
     named = any(word.strip("(),:") in names for word in bundle.message.split())
     return ORDER.index(bundle.kind.value), not named, bundle.rank
@@ -149,7 +149,7 @@ class ReplayedShare:
         self.parts = [*begun, *self._remaining_parts(1 + max((part.micro for part in begun), default=-1))]
 
     def read(self, part: RerunPart) -> Piece:
-        """Read the items of a part, which must be the same as they were then."""
+        """Read the items of a part; they must be unchanged."""
         from pipeline.training.sampling import BatchOrigin
         from pipeline.training.step.exact_step import Piece
 
@@ -180,7 +180,7 @@ class ReplayedShare:
         return size_K.max() if self.padded else size_K.sum()
 
     def _begun_parts(self) -> Iterator[RerunPart]:
-        """Yield the parts that had begun when it went wrong; the whole micro-batches if the bundle has no parts."""
+        """Yield the parts that had begun before the failure; whole micro-batches if the bundle has no parts."""
         bundle = self._bundle
         pieces = bundle.state.get("pieces") or [{"numbers": cut.numbers, "rung": 0} for cut in bundle.cuts]
         for piece in pieces:
@@ -216,11 +216,11 @@ def _sizes(case: ReplayCase, place: int) -> Mapping[str, Any]:
 
 
 DEFAULT_CAPABILITY = (8, 0)
-RUNGS_TRACED = 2  # of the ladder: what runs on the processor takes nothing of a card
+RUNGS_TRACED = 2  # of the ladder; the last rung runs on the CPU and takes no card memory
 
 
 class Apart(Ranks):
-    """One rank of several that runs without the others."""
+    """`Ranks` for one rank of several that runs without the others."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
@@ -258,11 +258,11 @@ def _ending(code: int) -> str:
 
 def main(words: Sequence[str]) -> int:
     """Run a step again in this process; print messages to stdout, a line of JSON each."""
-    atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
+    atexit.register(gc.freeze)  # saves half a second of garbage collection over torch at exit
     from pipeline.training.forensics import step_bundle
 
     folder, where, device = RunFolder(Path(words[0])), Path(words[1]), words[2]
-    out, sys.stdout = sys.stdout, sys.stderr  # what a task prints is none of it
+    out, sys.stdout = sys.stdout, sys.stderr  # output of the task goes to stderr
 
     def tell(message: Mapping[str, Any]) -> None:
         print(json.dumps(message), file=out, flush=True)
@@ -430,7 +430,7 @@ def _notes(case: ReplayCase) -> list[str]:
     return notes
 
 
-# Where it goes wrong
+# The cause of the failure
 
 
 def _suspects(step: Step, result: Rerun, share: ReplayedShare) -> list[Any]:

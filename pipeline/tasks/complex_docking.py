@@ -1,4 +1,4 @@
-"""Rigid docking by diffusion, as DiffDock-PP does it: learn which way noise moved a ligand, and go back from noise.
+"""Rigid docking by diffusion, as in DiffDock-PP: learn how noise moved a ligand, then sample poses from noise.
 
 The ligand is turned about its centre and shifted, by an amount that goes with a time in [0, 1]; the network predicts
 the score of both moves. Where the model is applied, each of an item's poses is a row of its own, with its own random
@@ -90,14 +90,14 @@ class DockingBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class ComplexDocking(SamplingSteps, TrunkSizes):
-    """The task: tell how noise moved the ligand of a complex, and dock by taking noise away."""
+    """The task: predict how noise moved a complex's ligand, and dock by removing noise."""
 
     multiplicity: int = 1  # noises of a complex in a step, for which it is read once
     translation_least: float = 0.01  # Å, standard deviation along an axis
     translation_most: float = 30.0
     rotation_least: float = 0.01  # radians
     rotation_most: float = 1.65
-    low_temperature: bool | None = None  # the paper's in place of defaults; null: as_published, if temperature is 1
+    low_temperature: bool | None = None  # the paper's low temperatures; null: like as_published, if temperature is 1
     samples: int = 1  # poses of a complex where the model is evaluated or predicts: train.predict.options
     confidence: str = ""  # weights, or a folder of a model, that ranks the poses
     confidence_as_published: bool = False  # whether that was trained so, under the names of this package
@@ -134,7 +134,7 @@ class ComplexDocking(SamplingSteps, TrunkSizes):
         return ScoreModel(part_of(self, TrunkSizes), self.schedule, torch.from_numpy(rotation_tables().norms_W))
 
     def files_read(self) -> Iterable[Path]:
-        """Return the files whose content decides what the task says."""
+        """Return the files whose content can change the task's results."""
         return [Path(self.confidence)] if self.confidence else []
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class ComplexDocking(SamplingSteps, TrunkSizes):
         like, judge = next(model.parameters()), None
         if self.confidence:
             judge = trained_confidence(self.confidence, str(like.device), like.dtype, self.confidence_as_published)
-        with torch.autocast(like.device.type, enabled=False):  # in half precision, tenths of an Å would be lost
+        with torch.autocast(like.device.type, enabled=False):  # half precision would lose tenths of an Å
             found = [self._drawn(model, judge, one) for one in batch.complexes]
         names = dict.fromkeys(name for of_complex in found for name in of_complex)
         return {name: [row for of_complex in found for row in of_complex.get(name, ())] for name in names}
@@ -271,5 +271,5 @@ class ComplexDocking(SamplingSteps, TrunkSizes):
 
 
 def _sound(is_sound_P: Tensor, values_P: Tensor) -> Tensor:
-    """Return values of poses, no numbers for those that exploded."""
+    """Return values of poses, NaN for those that exploded."""
     return values_P.masked_fill(~is_sound_P.view(-1, *[1] * (values_P.dim() - 1)), torch.nan)

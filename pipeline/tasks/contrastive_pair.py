@@ -1,4 +1,4 @@
-"""Matching left to right sides: CLIP, and towers over other kinds, with all other items of a step as negatives.
+"""Matches left and right sides: CLIP, and towers for other kinds of data, with all other items of a step as negatives.
 
     train: {task: "pipeline.tasks.contrastive_pair:ContrastivePair", options: {left: images, right: text,
             right_most: 77}, batching: padded}
@@ -216,7 +216,7 @@ class ContrastivePair:
         return [*groups, {"params": [scale], "weight_decay": 0.0}] if scale.requires_grad else groups
 
     def files_read(self) -> Iterable[Path]:
-        """Return the files whose content decides what the task says."""
+        """Return the files whose content can change the task's results."""
         files = [self.merges if self.templates else "", self.classes if isinstance(self.classes, str) else ""]
         files += [f"{folder}/predictions.json" for folder in self._probed]
         return [Path(file) for file in files if file]
@@ -313,7 +313,7 @@ class ContrastivePair:
     def contrast(self, model: nn.Module, embedded: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor | float]]:
         """Return the cross entropy of finding the right from the left and back, the mean of both, over all items.
 
-        Beside it that of classes, over the items whose class is known.
+        A second term is that of classes, over the items whose class is known.
         """
         left_BD, right_BD = (at_least_single(embedded[side]) for side in SIDES)
         with torch.autocast(left_BD.device.type, enabled=False):

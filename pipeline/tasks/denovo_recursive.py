@@ -1,4 +1,4 @@
-"""The sequence of a peptide from its spectrum, by a small model that goes over its own answer again and again: pepTRM.
+"""The sequence of a peptide from its spectrum, by a small model that refines its own answer in rounds: pepTRM.
 
     train: {task: "pipeline.tasks.denovo_recursive:DenovoRecursive", batching: padded, ema: 0.999}
 

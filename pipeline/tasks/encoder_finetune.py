@@ -239,7 +239,7 @@ class SequenceBatch(NamedTuple):
 
 
 class TunedHead(nn.Module):
-    """Tells numbers from features."""
+    """Predicts numbers from features."""
 
     def __init__(self, width: int, told: int) -> None:
         super().__init__()
@@ -275,9 +275,9 @@ class TunedEncoder(nn.Module):
 
 @dataclass(frozen=True)
 class EncoderFinetune(TunedSizes):
-    """The task: tell numbers of sequences, or yes or no of residues, by an ESM-2 that is trained with it."""
+    """The task: predict numbers of sequences, or yes or no of residues, while fine-tuning ESM-2."""
 
-    told: str = TOLD[0]  # sequence: numbers, squared error; residues: yes or no, cross entropy
+    told: str = TOLD[0]  # sequence: numbers, by squared error; residues: yes or no, by cross entropy
     targets: int = 1  # numbers of a sequence
     longest: int = 1022  # residues of a sequence; of a longer one, the first are read
 

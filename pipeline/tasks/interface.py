@@ -1,7 +1,7 @@
 """The network of the interface task: messages within each partner, then every pair of residues of the two.
 
-Its input is distances and angles within a partner, not how the two are placed to each other, so that it gives the
-same numbers however a partner is turned, moved or mirrored.
+Its input is distances and angles within each partner, not their relative position. So rotating, moving or mirroring a
+partner changes no number.
 
 Shapes: N residues of all partners, P pairs, D features.
 """

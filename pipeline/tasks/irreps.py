@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DEGREES = (0, 1, 2)
 DIRECTIONS = 8  # harmonics of degree 1 and 2
-KEPT = ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2, 2))  # the other symbols are so simple that e3nn keeps none
+KEPT = ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (2, 2, 2))  # e3nn stores no constants for the other symbols
 
 
 class Irrep(NamedTuple):
@@ -83,8 +83,8 @@ def harmonics(way_3: Tensor) -> Tensor:
 def coupling(left: int, right: int, out: int) -> NDArray[np.float64]:
     """Return the real 3j symbol of three degrees [D, D, D]: which is invariant under rotation.
 
-    Degree 2 is written as symmetric matrices without a trace: two of them and a vector, or three, make one number. An
-    array, not a tensor: what is kept for a whole process must not be of the place where it was first asked for.
+    Degree 2 is written as symmetric matrices without a trace: two of them and a vector, or three, make one number. It
+    is an array, because a cached tensor would stay on the device of the first call.
     """
     if 0 in (left, right, out):
         degree = max(left, right, out)

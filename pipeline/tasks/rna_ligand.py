@@ -1,4 +1,4 @@
-"""RNA pockets and their ligands: from a pocket's atoms the embedding that its ligand has, to rank a library by.
+"""RNA pockets and their ligands: predicts a ligand's embedding from its pocket's atoms, to rank a library.
 
     data: {source: reader, reader: "pipeline.tasks.rna.pocket_reader:RnaPockets", path: pockets/}
     train: {task: "pipeline.tasks.rna_ligand:RnaLigand",

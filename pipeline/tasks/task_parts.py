@@ -1,4 +1,4 @@
-"""Parts of several tasks: checks of options, peaks of spectra, attention, padding, published weights, nearest vectors.
+"""Shared parts of tasks: checks of options, peaks of spectra, attention, padding, published weights, nearest vectors.
 
 The search of vectors by cosine is exact, with a block of each side in memory at a time. Shapes there: N vectors that
 are asked for, M among which is looked, B and C of a block, D numbers of one, T the nearest.

@@ -1,1 +1,1 @@
-"""What a cache is used for and what may go: `cache stat` and `cache clean`."""
+"""The use of a cache, and the removal of unused records and runs: `cache stat`, `cache clean`, `prune`."""

@@ -1,7 +1,7 @@
-"""Cleaning a cache: what nobody needs any more is found and shown first, and then removed.
+"""Cleans a cache: first finds and shows records that no user needs, then removes them.
 
-What stays: what the data set of this project needs by its recipes of today; every record of the recipes of other
-projects that use the cache, and of runs that go on; and what is younger than a grace period.
+Three kinds of records stay: those that this project's data set needs by its present recipes; those of the recipes of
+other projects that use the cache, and of active runs; and those younger than a grace period.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A file that was removed, or has to stay after all."""
+    """A file that was removed, or had to stay."""
 
     name: str
     bytes: int
@@ -74,9 +74,9 @@ def _foresee_readable(
     users, strangers = registered(cache.disk, cache.root)
     mine = [user for user in users if file and (user.config, user.who) == (config_name(file), who_am_i())]
     ours = dict.fromkeys([project.config.cluster.runs, *(Path(user.runs) for user in mine)])
-    runs = ours | dict.fromkeys(Path(user.runs) for user in users)  # a run needs no configuration file to go on
+    runs = ours | dict.fromkeys(Path(user.runs) for user in users)  # a run continues without its configuration file
     going = [run for folder in runs for run in active_runs(folder, cache.root)]
-    busy = {run.path.parent for run in going}  # a user whose run is active counts as there
+    busy = {run.path.parent for run in going}  # a user with an active run counts as present
     others = [user for user in users if user not in mine]
     gone = [user for user in others if Path(user.runs) not in busy and has_vanished(user, now, asked.grace_s)]
     others = [user for user in others if user not in gone]
@@ -130,7 +130,7 @@ def _cache_time(cache: CacheFolder) -> float:
 
 
 def _user_files(cache: CacheFolder) -> dict[str, tuple[float, float]]:
-    """Return the files that register users, with their times: they change when anybody begins to use the cache."""
+    """Return the files that register users, with their times, which change when a new user registers."""
     folder = cache.root / USERS
     names = filter(USER_NAME.fullmatch, cache.disk.list_folder(folder))
     return {name: cache.disk.times_of(folder / name) for name in names}
@@ -139,7 +139,7 @@ def _user_files(cache: CacheFolder) -> dict[str, tuple[float, float]]:
 def _notes_of_users(
     gone: list[User], others: list[User], strangers: list[str], now: float, asked: CleanRequest, cache: CacheFolder
 ) -> Iterator[CleanNote]:
-    """Yield for whom nothing is kept, who may be gone, and whose needs cannot be read."""
+    """Yield notes on users that are gone, that may be gone, and whose needs cannot be read."""
     for place in dict.fromkeys(user.config or user.runs for user in gone):
         yield CleanNote(f"{place} no longer exists; nothing is kept for it")
     missing = [user for user in others if _is_gone(_place(user))]
@@ -156,9 +156,9 @@ def _notes_of_users(
 
 
 def has_vanished(user: User, now: float, grace_s: float) -> bool:
-    """Tell whether a configuration is gone for good.
+    """Tell whether a configuration was deleted for good.
 
-    Where its folder is gone too, a disk may only not be mounted; and a run may go on that only its owner can see.
+    If its folder is missing too, its disk may not be mounted; and it may have a run that only its owner can see.
     """
     return _is_gone(_place(user)) and now > _counts_until(user, grace_s)
 
@@ -168,7 +168,7 @@ def _place(user: User) -> Path:
 
 
 def _counts_until(user: User, grace_s: float) -> float:
-    """Return until when a configuration that is gone still counts as a user."""
+    """Return the time until which a deleted configuration still counts as a user."""
     certain = not _is_gone(_place(user).parent) and not hidden(Path(user.runs))
     return user.last + (grace_s if certain else max(grace_s, FORGOTTEN_S))
 
@@ -189,7 +189,7 @@ def _is_gone(path: Path) -> bool:
 
 
 def _refuse_going(cache: CacheFolder, going: list[RunFolder], folders: list[Path]) -> None:
-    """Refuse to remove everything while a run goes on, or where it cannot be told whether one does."""
+    """Refuse to remove everything while a run is active, or may be."""
     if going:
         name = going[0].name
         what = f"run {name} is active and needs this cache"
@@ -203,7 +203,7 @@ def _refuse_going(cache: CacheFolder, going: list[RunFolder], folders: list[Path
 def _marked(
     cache: CacheFolder, asked: CleanRequest, now: float, live: Mapping[str, Live], recipes: Recipes
 ) -> dict[str, Marked]:
-    """Mark the records that are not needed; the descriptions of recipes last, by what stays of the others."""
+    """Mark the records that are not needed; last the descriptions of recipes, by the records that stay."""
     before = now - asked.grace_s
     marked: dict[str, Marked] = {}
     for kind, needed in live.items():
@@ -241,9 +241,9 @@ def _refuse_unwritable(cleaning: Cleaning) -> None:
 
 
 def carry_out(cleaning: Cleaning, waits: Callable[[], object] = lambda: None) -> Iterator[Removed]:
-    """Remove what was planned and yield what has gone; stop if anybody begins to use the cache meanwhile.
+    """Carry out a plan, and yield each removed file; stop if a new user registers meanwhile.
 
-    `waits` is called before other hosts are given time to see what goes.
+    `waits` is called before a pause in which other hosts notice the change.
     """
     cache, check = cleaning.cache, partial(_refuse_newcomers, cleaning)
     for leftover in cleaning.leftovers:
@@ -264,7 +264,7 @@ def carry_out(cleaning: Cleaning, waits: Callable[[], object] = lambda: None) ->
 
 
 def _room_first(cleaning: Cleaning) -> Iterator[list[ShardPlan]]:
-    """Yield the plans: shards that go before those that take room first; descriptions at the end."""
+    """Order the plans: removed shards before rewritten ones, which take room first; descriptions at the end."""
     of_recipes = [marked for kind, marked in cleaning.marked.items() if kind == RECIPES]
     others = [marked for kind, marked in cleaning.marked.items() if kind != RECIPES]
     for marks in (others, of_recipes):
@@ -273,7 +273,7 @@ def _room_first(cleaning: Cleaning) -> Iterator[list[ShardPlan]]:
 
 
 def _refuse_newcomers(cleaning: Cleaning) -> None:
-    """Refuse to go on once somebody new uses the cache: what they need was not looked up."""
+    """Stop if a new user has registered: its needed records were not looked up."""
     if _user_files(cleaning.cache) != cleaning.users:
         what = "a run was submitted while the cache was being cleaned; nothing more was removed"
         raise ConfigError(what, where=str(cleaning.cache.root), remedy=Command.of("cache clean"))

@@ -1,7 +1,7 @@
-"""Pruning the folder of runs: which run folders nobody needs any more, shown first and then removed.
+"""Prunes the folder of runs: first finds and shows unneeded run folders, then removes them.
 
-What stays: the newest runs; those that go on; of each table of items that a training may read, the newest run that
-names it; and the newest with an item list. Copies of code go when no run names them and they are not young.
+These runs stay: the newest; active ones; for each table of items that a training may read, the newest run that names
+it; and the newest run with an item list. Copies of code are removed if no run names them and they are not young.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-YOUNG_S = 86_400.0  # a run that begins may be about to name a copy of code that is younger
-GOING = ".pruned-"  # how the name of a folder begins that is being removed
+YOUNG_S = 86_400.0  # a starting run may be about to name a younger copy of code
+GOING = ".pruned-"  # prefix of a folder that is being removed
 NEWEST, ACTIVE, FOREIGN, TABLE, ITEMS = (
     "among the newest",
     "not ended, or of unknown state",
@@ -41,7 +41,7 @@ NEWEST, ACTIVE, FOREIGN, TABLE, ITEMS = (
 
 @dataclass(frozen=True, slots=True)
 class OldRun:
-    """A run that nobody needs any more."""
+    """A run that is no longer needed."""
 
     folder: RunFolder
     bytes: int
@@ -55,7 +55,7 @@ class Pruning:
     goes: tuple[OldRun, ...]
     stays: Counter[str]  # why → runs
     copies: tuple[Path, ...]  # of code that no run will name
-    left: tuple[Path, ...]  # by a pruning, or the beginning of a run, that was interrupted
+    left: tuple[Path, ...]  # left by an interrupted pruning or start of a run
 
     @property
     def bytes(self) -> int:
@@ -88,7 +88,7 @@ def foresee_pruning(runs: Path, keep: int) -> Pruning:
 
 
 def prune(pruning: Pruning) -> Iterator[OldRun]:
-    """Remove what was planned and yield each run that has gone; one that was taken up meanwhile stays."""
+    """Carry out a plan, and yield each removed run; a run that was resumed meanwhile stays."""
     for path in pruning.left:
         shutil.rmtree(path, ignore_errors=True)
     for run in pruning.goes:
@@ -98,7 +98,7 @@ def prune(pruning: Pruning) -> Iterator[OldRun]:
         note_pruned(pruning.runs, run.folder)
         try:
             with suppress(FileNotFoundError):  # another pruning was quicker
-                run.folder.path.rename(aside)  # from now on it is no run, however much of it is left
+                run.folder.path.rename(aside)  # from now on it does not count as a run
                 shutil.rmtree(aside)
                 yield run
         except OSError as error:

@@ -1,4 +1,4 @@
-"""How a project uses a cache: recipes of its records, its entry among the users; and what stays when it is cleaned."""
+"""A project's use of a cache: the recipes of its records, its registration, and the records that cleaning keeps."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ log = logging.getLogger(__name__)
 RECIPE_KINDS = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # of records whose keys begin with a recipe's tag
 Recipes = dict[tuple[str, bytes], "Mapping[str, Any]"]  # kind and tag → the recipe
 EVERYTHING, NOTHING = Live(everything=True), Live()
-# Of the other kinds, `weights` (which checkpoint a file is) and `parity` (how close an encoder comes) stay: they are
-# few, and took minutes each.
+# The kinds `weights` (facts about a checkpoint) and `parity` (how close an encoder came) always stay: they are few, and
+# each took minutes.
 FILES, SETS = "files", "sets"
 SCAN_FIRST = Command.submit("scan")
-AWAY = (Reason.MISSING_FILE, Reason.UNREADABLE_FILE)  # today; its disk may be mounted again tomorrow
+AWAY = (Reason.MISSING_FILE, Reason.UNREADABLE_FILE)  # now; its disk may be mounted later
 
 
 def recipes_of(project: Project, kinds: Iterable[str] = RECIPE_KINDS) -> Recipes:
@@ -68,12 +68,12 @@ def recipes_of(project: Project, kinds: Iterable[str] = RECIPE_KINDS) -> Recipes
 
 def tags_read(project: Project, stages: Iterable[str]) -> set[tuple[str, bytes]]:
     """Return the tags of the recipes whose records some stages read or make."""
-    from pipeline.stages import table  # late: every stage comes with it, which `cache stat` needs not wait for
+    from pipeline.stages import table  # late: it imports every stage, which `cache stat` does not need
 
     wanted = {name for stage in stages for name in table.up_to(stage, project.config)}
     tags = set[tuple[str, bytes]]()
     for kind in wanted.intersection(RECIPE_KINDS):
-        with suppress(PipelineError):  # without a recipe nothing of it is used: a script may do without weights
+        with suppress(PipelineError):  # without a recipe its records are unused: a script may need no weights
             tags |= recipes_of(project, [kind]).keys()
     return tags
 
@@ -89,7 +89,7 @@ def register_use(project: Project, stages: Iterable[str], file: Path | None) -> 
         return
     user = user_of(config_name(file), str(config.cluster.runs.absolute()), tags)
     for cache in (project.cache, *project.cache.under):
-        is_there = fills or cache.root.is_dir()  # what is not there, and stays so, has nothing to keep
+        is_there = fills or cache.root.is_dir()  # a missing cache has nothing to keep
         if is_there and not register(cache.disk, cache.root, user):
             problem = "this project could not be registered as a user of the cache: cleaning may remove its records"
             log.warning("%s: %s", cache.root, problem)
@@ -176,21 +176,21 @@ def _quarantine(cache: CacheFolder) -> dict[str, tuple[int, int]]:
 
 @dataclass(slots=True)
 class Staying:
-    """Works out what of each kind of record stays."""
+    """Decides which records of each kind stay."""
 
     project: Project
     cache: CacheFolder
     others: Sequence[User]  # that use the cache, too
-    own: Sequence[User]  # what this project once said that it uses
-    strangers: bool  # whether there are users of whom nothing can be read
+    own: Sequence[User]  # this project's earlier registration
+    strangers: bool  # whether there are unreadable users
     going: Sequence[RunFolder]
     keep_recipes: bool
-    recipes: Recipes = field(default_factory=dict)  # every one that is known
+    recipes: Recipes = field(default_factory=dict)  # all known recipes
     notes: list[CleanNote] = field(default_factory=list)
-    wanted: Recipes = field(default_factory=dict)  # by which this project's records are made today
+    wanted: Recipes = field(default_factory=dict)  # the present recipes of this project
 
     def live(self, on: Callable[[int], None]) -> dict[str, Live]:
-        """Return what of each kind stays."""
+        """Return the records of each kind that stay."""
         self.recipes = described(self.cache)
         known = frozenset(self.recipes)
         has_weights = self._find_wanted()
@@ -215,7 +215,7 @@ class Staying:
             need = needed(self.project, embeddings=has_weights, on=on)
             certain = not need.unknown
             if not self.project.config.graph.cache:
-                need.graph.clear()  # nobody reads them
+                need.graph.clear()  # no stage reads them
             if need.unknown:
                 kept |= {*self.wanted}
                 what = "the data set cannot be listed now, so all records of its recipes are kept"
@@ -277,20 +277,20 @@ class Needed:
     embed: bytearray = field(default_factory=bytearray)
     graph: bytearray = field(default_factory=bytearray)
     items: int = 0
-    unknown: str = ""  # why it cannot be told what is needed
+    unknown: str = ""  # why the need is unknown; empty: it is known
     remedy: str | Command = ""
 
     def doubt(self, what: str, remedy: str | Command) -> None:
-        """Note why it cannot be told what is needed; only the first reason is kept."""
+        """Note why the need is unknown; only the first reason is kept."""
         if not self.unknown:
             self.unknown, self.remedy = what, remedy
 
 
 def needed(project: Project, *, embeddings: bool = True, on: Callable[[int], None] = lambda _items: None) -> Needed:
-    """Return what a data set needs, or why that cannot be told because something is missing or unknown today.
+    """Return the keys that a data set needs, or why they are unknown at present.
 
-    A data set of which some seems to be missing, because a disk is not mounted or a manifest is half written, must
-    never make records seem useless that took days.
+    If part of a data set seems to be missing, because a disk is not mounted or a manifest is half written, records that
+    took days must not count as unused.
     """
     need = Needed()
     if is_reader(project.config):

@@ -1,4 +1,4 @@
-"""Items as docking takes them: both partners by their CA atoms, and the true pose in the receptor's frame.
+"""Items for docking: both partners by their CA atoms, and the true pose in the receptor's frame.
 
 Shapes: N residues of a partner, R of the receptor, L of the ligand, M of them that are in the bound structure, C
 neighbours of a residue, E embedding dimensions.

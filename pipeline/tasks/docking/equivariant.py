@@ -1,4 +1,4 @@
-"""Equivariant convolutions over grids of edges, in plain torch: nothing as large as edges times weights is ever made.
+"""Equivariant convolutions over grids of edges, in plain torch, without any tensor of edges times weights.
 
 A message is the tensor product of its sender's features with the harmonics of the edge's direction, with weights that
 are linear in the edge's hidden features. A sum over edges of something linear in the hidden features is contracted

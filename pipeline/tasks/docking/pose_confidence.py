@@ -1,4 +1,4 @@
-"""The confidence in a pose, as a task to train and as what ranks the poses that a score model draws.
+"""The confidence in a pose: a task to train, whose model ranks the poses that a score model draws.
 
 Its data are poses that were drawn before: a folder of predictions of stage predict, whose rows tell how each pose lies.
 In an epoch an item is shown in one of its poses, which its own random numbers choose.
@@ -61,7 +61,7 @@ class ConfidenceBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class PoseConfidence(TrunkSizes):
-    """The task: tell whether a pose is near the true one, from poses that a score model drew."""
+    """The task: predict whether a pose that a score model drew is near the true one."""
 
     scalars: int = 16
     vectors: int = 4
@@ -74,7 +74,7 @@ class PoseConfidence(TrunkSizes):
         above_zero(self, ("near",))
 
     def files_read(self) -> Iterable[Path]:
-        """Return the files whose content decides what the task is trained on."""
+        """Return the files whose content can change the task's training data."""
         return [Path(self.poses) / CSV] if self.poses else []
 
     @cached_property

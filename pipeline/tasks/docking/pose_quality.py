@@ -1,4 +1,4 @@
-"""How good poses are, by the measures of CAPRI and DockQ.
+"""The quality of poses, by the measures of CAPRI and DockQ.
 
 They are those of the package DockQ 2 run on two merged chains, as is done for antibodies: all chains of a partner are
 one. As there, modified residues are left out, and LRMSD is of the smaller partner, whichever is docked. Compared are
@@ -294,8 +294,7 @@ class PoseRow(NamedTuple):
 def summaries(rows: Iterable[PoseRow], kind_of: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
     """Return rows about each complex's best pose among its first ones: overall, by split and by kind of complex.
 
-    A complex without any ranked pose is near nothing; means, medians and deviations are of the others. NaN stands where
-    nothing is known.
+    A complex without a ranked pose counts as not near; means, medians and deviations leave it out. NaN means unknown.
     """
     groups: dict[str, dict[str, list[PoseRow]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:

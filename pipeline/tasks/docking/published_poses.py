@@ -1,4 +1,4 @@
-"""The files that stage predict leaves of docked complexes: structures of the best poses, and tables of all of them.
+"""The files of docked complexes that stage predict writes: structures of the best poses, and tables of all poses.
 
     poses.csv               a line a pose: its rank, confidence and, where the truth is known, its distance from it
     summary.csv             how near the truth the first poses of complexes are, and how many are near it

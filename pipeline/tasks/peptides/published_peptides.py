@@ -1,4 +1,4 @@
-"""How good found peptides are, and the files that stage predict writes of them.
+"""Metrics of predicted peptides, and the files that stage predict writes.
 
 The field's metrics: a residue is found if its mass is right to 0.1 Da, and the mass up to it, from either end, to 0.5
 Da; so I is L. A peptide is right if all of it is found. Precision is of predicted, recall of true residues.

@@ -1,4 +1,4 @@
-"""The network of pepTRM: a spectrum is encoded once, then one small decoder goes over its answer again and again.
+"""The network of pepTRM: a spectrum is encoded once, then a small decoder refines its answer in rounds.
 
     peaks, precursor ── encoder ──▶ context
     answer t: s = place + step + letters so far;  z ← z + decoder(s + z, context), some times;

@@ -5,10 +5,10 @@
 A pocket is `PDBID_LIGAND_modelN_rna.prmtop` with the coordinates next to it (`.inpcrd`, `.rst7`, `.crd`), and its id
 `PDBID_LIGAND_modelN`: the name says its complex and its ligand. All models of a complex are in one split.
 
-Only RNA counts: ligands, ions, waters and proteins of a topology are left out, with every term that they take part in,
-so that the ligand cannot be read off its pocket. Terms are scaled as RNA-3E-FFI has them. Bonds, angles and dihedrals
-are those without hydrogen, as the topology lists them; every term of a dihedral is one of its own, impropers too. Pairs
-near each other are all others within 4 Å that no bond joins, with hydrogen as well.
+Only RNA is read: ligands, ions, waters and proteins of a topology are left out, with all their terms, so that a pocket
+does not reveal its ligand. Terms are scaled as RNA-3E-FFI has them. Bonds, angles and dihedrals are those without
+hydrogen, as the topology lists them; every term of a dihedral is one of its own, impropers too. Pairs near each other
+are all others within 4 Å that no bond joins, with hydrogen as well.
 
 A PDB or mmCIF file has no force field: its pocket has elements and bonds by name, and 0 for charges and every
 parameter; lengths, angles and near pairs are as the file has them. A network that learned from topologies does not fit

@@ -2,7 +2,7 @@
 
 Predicting with an embedding writes
 
-    embeddings.npy    a row for each spectrum, float32: memory-mapped by whoever reads it
+    embeddings.npy   a row for each spectrum, float32, which readers can memory-map
     embeddings.csv    the same rows: `id`, then what the file says of each spectrum
     matches.tsv       where a library is named: of each spectrum the most similar ones in it, by cosine
 

@@ -1,4 +1,4 @@
-"""Losses of spectra, and the figures by which the field judges: errors, yes or no, bits of fingerprints, neighbours.
+"""Losses of spectra, and the field's metrics: errors, yes or no, bits of fingerprints, neighbours.
 
 Each loss is the sum over items; unknown numbers do not count. Shapes: B items, T triplets, K numbers predicted, D
 features of an embedding; of figures N items, K targets or bits.
