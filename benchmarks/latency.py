@@ -223,18 +223,20 @@ def of_items(rounds: int, items: int, snakemake: str) -> list[Row]:
 
 def of_nothing(rounds: int, sizes: list[int]) -> list[Row]:
     """Time `submit` with nothing to do, of data sets of several sizes."""
-    rows = []
+    spent = {}
     for items in sizes:
         with tempfile.TemporaryDirectory() as scratch:
             data = Items(Path(scratch), items)
-            spent = Spread.of(cpu(by_turns({"nothing": partial(run, data.submit, data.folder)}, rounds)["nothing"]))
-        most = NOTHING_CPU_S.get(items)
-        rows.append(
-            Row(f"nothing-{items}", f"scan and graph of {items:,} files: `submit` with nothing to do, CPU time", "",
-                f"≤ {most} s" if most else "", f"{spent:.2f s}", f"latency.py --only nothing --sizes {items}",
-                "Missed." if most and spent.median > most else "")
-        )  # fmt: skip
-    return rows
+            spent[items] = Spread.of(
+                cpu(by_turns({"nothing": partial(run, data.submit, data.folder)}, rounds)["nothing"])
+            )
+    missed = [items for items in sizes if spent[items].median > NOTHING_CPU_S[items]]
+    return [
+        Row("nothing", f"scan and graph of {'; '.join(f'{items:,}' for items in sizes)} files: `submit` with "
+            "nothing to do, CPU time", "", "; ".join(f"≤ {NOTHING_CPU_S[items]:g} s" for items in sizes),
+            "; ".join(f"{one:.2f s}" for one in spent.values()), "latency.py --only nothing",
+            f"Missed: {', '.join(map(str, missed))}." if missed else ""),
+    ]  # fmt: skip
 
 
 def main() -> int:
@@ -243,7 +245,7 @@ def main() -> int:
         str(__doc__), 5,
         only={"default": PARTS, "help": f"parts, separated by commas (default: {PARTS})"},
         items={"type": int, "default": 20_000, "help": "items (default: 20000)"},
-        sizes={"default": "206", "help": "items of each data set of `nothing` (default: 206)"},
+        sizes={"default": "206,100000", "help": "items of each data set of `nothing` (default: 206,100000)"},
         snakemake={"default": os.environ.get("SNAKEMAKE", "snakemake"), "help": "Snakemake's program"},
     )  # fmt: skip
     parts = typed.only.split(",")
