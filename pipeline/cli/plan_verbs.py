@@ -349,5 +349,6 @@ def find_batch_command(
         print_json({"micro_batch": found, "remembered": is_remembered, "command": use})
         return
     remembered = "   (remembered: --again tries again)" if is_remembered else ""
-    typer.echo(f"largest micro-batch that fits: {found}{remembered}")
-    typer.echo(f"  next: {use}\n  or in pipeline.yaml: train: {{micro_batch: {found}}}")
+    typed = "" if "{" in use else f"{use}\n  or "  # only pipeline fills the other placeholders
+    setting = f"train: {{micro_batch: {found}}}   (if it cannot accumulate: effective_batch)"
+    typer.echo(f"largest micro-batch that fits: {found}{remembered}\n  next: {typed}in pipeline.yaml: {setting}")

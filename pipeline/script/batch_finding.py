@@ -61,7 +61,7 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int 
         too_large = size
         if not size:
             return None
-        size = max(0, min(size - 1, _place(sizes, sizes[size] // 2)))
+        size = max(0, min(size, bisect_right(sizes, sizes[size] // 2)) - 1)
     while too_large - size > 1 and sizes[too_large - 1] > sizes[size] * (1 + 1 / CLOSE):
         middle = (size + too_large) // 2
         if fits(sizes[middle]):
@@ -69,11 +69,6 @@ def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int 
         else:
             too_large = middle
     return sizes[size]
-
-
-def _place(sizes: Sequence[int], most: int) -> int:
-    """Return the place of the largest size of at most this; 0 where all are larger."""
-    return max(0, bisect_right(sizes, most) - 1)
 
 
 def find_batch(
@@ -92,10 +87,8 @@ def find_batch(
     """
     script = parse_command(command)
     if "micro_batch" not in script.names:
-        problem = f"{command!r} does not contain {{micro_batch}}"
-        raise ConfigError(
-            problem, where=WHERE, remedy="pipeline find-batch --max 64 -- python train.py --batch {micro_batch}"
-        )
+        remedy = "pipeline find-batch --max 64 -- python train.py --batch {micro_batch}"
+        raise ConfigError(f"{command!r} does not contain {{micro_batch}}", where=WHERE, remedy=remedy)
     asked = _asked(script, sizes)
     known = None if again else recall(Path(FOLDER), "batch", asked, int)
     if known is not None:

@@ -48,6 +48,7 @@ RANK_NAMES = (  # what torchrun sets
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
 )
 LOOPBACK = "127.0.0.1"
+SMALLER = "… --batch_size {micro_batch} --accumulate {accumulation}   or   pipeline find-batch --max 64 -- …"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def refuse_other_batch(script: Script, micro_batch: int, accumulation: int) -> N
     """Refuse a command that ignores accumulation where there is some: its steps would have fewer items."""
     if accumulation > 1 and "micro_batch" in script.names and not script.names & {"accumulation", "effective_batch"}:
         what = f"names {{micro_batch}} (now {micro_batch}) and not {{accumulation}} (now {accumulation})"
-        raise _refused(what, "… --accumulate {accumulation}   (or {effective_batch})")
+        raise _refused(what, SMALLER)
 
 
 def batches(effective_batch: int, ranks: int, micro_batch: int | str, shrink: int = 0) -> tuple[int, int]:
@@ -177,7 +178,7 @@ def refuse_blind(script: Script, shrink: int) -> None:
     """Refuse to retry after GPU memory ran out if the command names no micro-batch, which could be smaller."""
     if shrink and "micro_batch" not in script.names:
         what = "the GPU ran out of memory, and the command does not contain {micro_batch} to reduce"
-        raise PlanInfeasible(what, where=WHERE, remedy="… --batch_size {micro_batch} --accumulate {accumulation}")
+        raise PlanInfeasible(what, where=WHERE, remedy=SMALLER)
 
 
 def script_environment(

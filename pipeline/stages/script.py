@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from pipeline.stages.stage import Outcomes
 
 STATED_BYTES = 8 << 30  # of a process: torch on a card and data workers seldom take more
-STATED = "configured: a script's memory is unknown until it has run (cluster.train.mem)"
+STATED = "default: a script's memory is unknown until it has run (set cluster.train.mem)"
 FIGURE = "script."  # prefix of its figures, whose names may equal those of ours
 PROGRESS = FIGURE + STEP
 BATCH_NAMES = frozenset({"micro_batch", "accumulation", "effective_batch"})
@@ -334,7 +334,7 @@ def outline_lines(plan: Mapping[str, Any]) -> list[str]:
         f"  first: {batch} (effective batch {plan['effective_batch']}); {_mib(plan['mem_bytes'])} of memory",
         f"  memory: {plan['mem_why']}",
         f"  on GPU out of memory: {smaller}",
-        f"  on host out of memory: twice the memory{most}, then smaller micro-batches",
+        f"  on host out of memory: twice the memory{most}{', then smaller micro-batches' if plan['smaller'] else ''}",
         f"  output: {plan['output']}",
     ]
 

@@ -20,7 +20,7 @@ from tests.testkit.command import Command
 pytestmark = pytest.mark.timeout(300)
 PLAIN = """\
 import sys, time
-size, room, steps = map(int, sys.argv[1:])
+size, room, steps = map(int, sys.argv[1:4])
 print(size, file=open("tried", "a"))
 if size > room:
     print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", file=sys.stderr)
@@ -77,6 +77,15 @@ def test_the_answer_is_printed_with_how_to_use_it_and_remembered(
     assert len(tried(tmp_path)) == 12
     (tmp_path / "train.py").write_text(PLAIN + "# changed\n")
     assert "remembered" not in pipeline("tune", "--max", "64", *words(20)).out
+
+
+def test_a_command_with_placeholders_is_tried_as_train_command_has_it_and_not_printed_to_type(
+    pipeline: Command, words: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    done = pipeline("tune", "--max", "8", *words(20), "{accumulation}", "{output}/model.pt")
+    assert (done.code, tried(tmp_path)) == (0, [8])
+    assert "train: {micro_batch: 8}" in done.out
+    assert "train.py" not in done.out
 
 
 def test_a_script_that_says_its_steps_is_ended_after_some_and_only_divisors_are_tried(

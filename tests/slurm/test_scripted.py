@@ -181,4 +181,4 @@ def test_the_job_that_would_be_submitted_asks_for_what_a_node_has_at_most(tmp_pa
     done = project.types("submit", "--stage", "train", "--only", "--executor", "slurm", "--dry-run")
     assert done.code == 0, done.err
     assert "#SBATCH --mem=6000M" in done.out, "of the 8 GiB that are stated"
-    assert "configured: a script's memory is unknown" in done.out
+    assert "default: a script's memory is unknown" in done.out

@@ -194,7 +194,9 @@ def items(spec: SourceSpec) -> Generator[Item | Rejection, None, None]:
         given.refuse_strangers(example)
     if not entries and spec.limit != 0:
         where = str(listed or spec.path)
-        raise DataError(f"the source {spec.source!r} finds no items here", where=where, remedy=f"ls -l {quote(where)}")
+        own, look = "   (a script that reads its own data)", f"ls -l {quote(where)}   or   "
+        remedy = Command.of("submit train --only", before=look, then=own)
+        raise DataError(f"the source {spec.source!r} finds no items here", where=where, remedy=remedy)
 
 
 def _checked(entry: Item | Rejection, seen: SeenIds, spec: SourceSpec) -> Item | Rejection:
