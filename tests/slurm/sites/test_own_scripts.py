@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tests.docs.blocks import Page
+from tests.real.test_strangers_scripts import checked_out, first_step
 from tests.stages.reader_project import CODE, SPLITS, write_spectrum
 from tests.testkit.cluster import Cluster
 from tests.testkit.command import Command
@@ -100,6 +102,42 @@ def test_a_script_ends_right_though_its_card_and_its_host_were_too_small(
     whole = [sys.executable, "own.py", "--batch_size", "16", "--accumulate", "1", "--out", "."]
     subprocess.run(whole, cwd=tmp_path, check=True, capture_output=True)
     torch.testing.assert_close(weights(made), weights(tmp_path / "weights.pt"), rtol=1e-12, atol=1e-12)
+
+
+SLOW = """\
+import os, sys, time
+
+if sys.orig_argv[1:2] == ["train.py"] and os.environ["PIPELINE_ATTEMPT"] == "1":
+    from torch.optim import AdamW
+
+    step = AdamW.step
+    AdamW.step = lambda *given: (time.sleep(2), step(*given))
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("healthy")
+def test_a_script_that_ignores_the_warning_resumes_from_its_own_checkpoint_with_more_time(tmp_path: Path) -> None:
+    folder = checked_out(tmp_path / "nanoGPT")
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow/sitecustomize.py").write_text(SLOW)
+    command = yaml.safe_load(PAGE.files()["resume.yaml"])["train"]["command"]
+    project = make_project(
+        folder,
+        items=0,
+        train__command=f"{command} config/tiny.py --max_iters=60",
+        train__effective_batch=8,
+        cluster__train__time="1m",
+        cluster__train__mem="900MiB",
+        cluster__slurm__setup=[f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={tmp_path / 'slow'}"],
+    )
+    run = project.submits("train", "--only")
+    run.ends()
+    (failure,) = run.stage("train")["failures"]
+    assert (failure["cause"], failure["ask"]["time_s"]) == ("timeout", 60)
+    assert 10 <= first_step(project, 2) < 60
+    assert list((folder / "models").glob("script-*/ckpt.pt"))
 
 
 def two_tasks(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[str]:
