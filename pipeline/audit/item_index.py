@@ -41,12 +41,12 @@ class KeyedLines:
 
 
 class ItemIndex:
-    """The items of a data set, by the keys of what is made of them."""
+    """The items of a data set, by the keys of their records."""
 
     def __init__(self) -> None:
         self.inventories = KeyedLines()  # key of a graph → key of its inventory
         self.items = KeyedLines()  # key of an inventory → its item
-        self.paths = KeyedLines()  # key of a file as it stands → its path; of the sample only
+        self.paths = KeyedLines()  # key of a file's present state → its path; of the sample only
 
     def read(self, project: Project, sample: float) -> None:
         """Look up every item that a source names."""
@@ -72,7 +72,7 @@ def in_sample(key: bytes, sample: float) -> bool:
 
 
 def _look_up_each(items: Sequence[Item], project: Project) -> list[Seen]:
-    """Return what is known of each item: nothing of one whose own records are malformed."""
+    """Look each item up; one whose own records are malformed counts as unknown."""
     try:
         return look_up_items(items, project.recipe, project.shelves)
     except ODD:

@@ -135,7 +135,7 @@ class Semantic:
         return _combined(differences(record, read.maps if read else {}, inventory.to_json()))
 
     def _graph_again(self, record: Record) -> Wrong | None:
-        """Return where a graph differs from what is built of its item's files."""
+        """Return where a graph differs from one that is built from its item's files."""
         key = self._data_set.inventories.get(record.key) if self._sample else None
         if key is None or not in_sample(bytes.fromhex(key), self._sample):
             return None
@@ -236,7 +236,7 @@ class Semantic:
 
     @cached_property
     def _data_set(self) -> ItemIndex:
-        """The items of the current data set, by the keys of what is made of them."""
+        """The items of the current data set, by the keys of their records."""
         index = ItemIndex()
         try:
             index.read(self._project, self._sample)
@@ -252,7 +252,7 @@ def _combined(problems: Iterable[str]) -> Wrong | None:
 
 
 def differences(record: Record, arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where a record differs from what was rebuilt."""
+    """Yield where a record differs from the rebuilt one."""
     kept, meta = record.meta, json.loads(json.dumps(meta))
     if kept.get("reason") != meta.get("reason"):
         yield f"it says {kept.get('reason') or 'no rejection'}; rebuilt, {meta.get('reason') or 'no rejection'}"

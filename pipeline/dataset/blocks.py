@@ -58,7 +58,7 @@ class BlockTally:
     counts: Counter[str] = field(default_factory=Counter)  # the counts of a survey
     keys: dict[str, bytearray] = field(default_factory=dict)  # of the counted records, by kind
     lines: dict[str, bytearray] = field(default_factory=dict)  # for the lists of the run, by their names there
-    absent: list[Any] = field(default_factory=list)  # what is known of the items that are not done
+    absent: list[Any] = field(default_factory=list)  # facts about the items that are not done
     is_final: bool = True  # otherwise each survey counts the block again
 
 

@@ -109,8 +109,8 @@ def distribute(
 ) -> NDArray[np.int64]:
     """Return the split of each item; a component is in one, and each split has about its share of every stratum.
 
-    The largest components come first; equally large ones in the order of what was drawn for their items, so that
-    nothing depends on the order of the items.
+    The largest components come first; equally large ones in the order of their items' random draws, so that nothing
+    depends on the order of the items.
     """
     known_C, component_N = np.unique(component_N, return_inverse=True)
     stratum_N, strata, components = strata_of(size_N), len(STRATA) + 1, len(known_C)

@@ -98,7 +98,7 @@ def made_table(project: Project) -> str | None:
     """Return the key, in hex, of the table that `table_of` returns; None where there is none, or it was removed."""
     try:
         return next((key.hex() for key, _ in _tables(project)), None)
-    except (CacheDamaged, RecordMissing):  # the cache was cleaned: stage graph writes it anew
+    except (CacheDamaged, RecordMissing):  # the cache was cleaned: stage graph writes it again
         return None
 
 

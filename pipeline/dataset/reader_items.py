@@ -296,7 +296,7 @@ def read_by_run(folder: RunFolder) -> dict[str, Any]:
 
 
 def reader_tables(project: Project) -> Iterator[tuple[RunFolder, bytes, ItemTable]]:
-    """Yield the tables that runs have read of the data set as it stands, newest first; raise last if one is lost."""
+    """Yield the tables that runs have read of the present data set, newest first; raise last if one is lost."""
     wanted, lost = reader_state(project), None
     for folder in reversed(runs_in(project.config.cluster.runs)):
         record = read_by_run(folder)

@@ -185,12 +185,12 @@ def lines_between(path: Path, start: int, end: int) -> Iterator[tuple[bytes, Ite
 
 
 def frozen_items(project: Project, folder: RunFolder | None) -> Iterator[Item | Rejection]:
-    """Yield the data set of a run, which is frozen first if no stage has; without a run, as it stands."""
+    """Yield a run's data set, which is frozen first if no stage has frozen it; without a run, the present one."""
     return (entry for _, entry in frozen_lines(project, folder))
 
 
 def frozen_lines(project: Project, folder: RunFolder | None) -> Iterator[tuple[bytes, Item | Rejection]]:
-    """Yield the data set of a run with the line of each entry; without a run, as it stands.
+    """Yield a run's data set with the line of each entry; without a run, the present one.
 
     It is frozen, if no stage has, once all are taken.
     """
@@ -221,7 +221,7 @@ def tasks_for(seconds: float, minutes_per_task: float, at_once: int, worthwhile_
 def cut_lines(
     offsets: Sequence[int], costs_N: NDArray[np.int64], items_per_task: int | str, tasks: int
 ) -> tuple[Shard, ...]:
-    """Cut a list, in order, into tasks of so many items, or so many of about equal cost where that is `auto`.
+    """Cut a list, in order, into tasks of a number of items, or, with `auto`, of about equal cost.
 
     `offsets` says where each line begins, and where the last one ends. A task by cost that would have too many items is
     cut evenly.

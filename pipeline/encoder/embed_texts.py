@@ -136,7 +136,7 @@ def embed_texts(
 
 
 def _missing(texts: Texts, recipe: EmbeddingRecipe, store: Store) -> NDArray[np.int64]:
-    """Return which sequences the store lacks; so a task that was killed goes on where it stopped."""
+    """Return which sequences the store lacks; a killed task thus continues where it stopped."""
     import numpy as np
 
     verifier = EmbeddingVerifier(recipe, WholeRecords(store))  # damaged records are still in the store

@@ -65,7 +65,7 @@ class EmbeddingRecipe:
     context: str  # chain or partner
     precision: str
     storage: str
-    long: str = "full"  # full, windows, truncate or error, for what is longer than `length`
+    long: str = "full"  # full, windows, truncate or error, for sequences longer than `length`
     length: int = 1022
     overlap: int = 256
     on_oom: str = "windows"  # windows or cpu

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     Tokens = NDArray[np.uint8]
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
-MASKED_IN_TRAINING = 0.15 * 0.8  # of the tokens; fair-esm scales embeddings by what was left
+MASKED_IN_TRAINING = 0.15 * 0.8  # of the tokens; fair-esm scales embeddings by the unmasked share
 EPSILON = 1e-5
 _ESMC_UNSCALED = 36  # layers of the ESM C whose layers' results are added as they are
 _NO_SCALARS: list[float] = []

@@ -50,7 +50,7 @@ _THRESHOLDS = {"fp32": 0.99999, "fp16": 0.999, "bf16": 0.999, BF16_PRODUCTS: 0.9
 # With attention weights multiplied by 6 (12 layers of 480), fair-esm in fp32 is 2e-5 off what it computes in fp64, and
 # ours 6e-5: the order of sums decides. Where errors exceed that, fp32 is not precise enough for either implementation.
 _LEEWAY, _DOUBTFUL = 10.0, 0.999
-VERSION = 2  # raise it when the sample or what is asked of it changes
+VERSION = 2  # raise it when the sample or a threshold changes
 _WORST = -1.0  # stands for NaN
 
 

@@ -200,7 +200,7 @@ def _head(path: Path) -> bytes:
 
 
 def _inert(path: Path) -> list[Any]:
-    """Return what stands for the foreign classes in an archive; leave out what must be refused."""
+    """Return stand-ins for the foreign classes in an archive; leave out names that must be refused."""
     names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     return [(Inert, name) for name in names if _is_of_values(name) or _is_foreign_class(name)]
 
@@ -292,7 +292,7 @@ class Form:
     left: tuple[str, ...] = ()  # theirs that no model here needs: patterns, as of file names
     fresh: tuple[str, ...] = ()  # ours that their files lack: patterns of what may stay as it begins
     prefix: str = ""  # of their names; a file may lack it
-    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # a name for what is one in ours → their parts
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # one tensor of ours → the names of their parts
     parted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # one of theirs → names for our parts of it
     turned: frozenset[str] = frozenset()  # ours that they store transposed
 

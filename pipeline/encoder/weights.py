@@ -75,7 +75,7 @@ def find_checkpoint(path: Path) -> Path:
         try:
             files_of(place)
         except WeightsUnusable:
-            if place == path:  # reading it says what is wrong
+            if place == path:  # reading it reports the problem
                 return place
         except ConfigError:
             pass
@@ -190,7 +190,7 @@ class Examined:
     parameters: int  # of what encodes: heads are not counted
     sha256: tuple[tuple[str, str], ...]  # name and digest of each file that holds tensors
     verdict: str  # published, unknown or different
-    why: str | None = None  # what is different
+    why: str | None = None  # the difference
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
@@ -219,7 +219,7 @@ def examine_checkpoint(path: Path, name: str | None = None) -> Examined:
 
 
 def _compared(facts: CheckpointFacts, model: Published | None, digests: list[str]) -> tuple[str, str | None]:
-    """Compare a checkpoint with a published model; return the verdict, and what is different."""
+    """Compare a checkpoint with a published model; return the verdict and the difference."""
     if model is None:
         return "unknown", None
     shape = facts.family, facts.layers, facts.dim, facts.heads
@@ -264,7 +264,7 @@ def fetch(name: str, target: Path | None, *, url: str | None = None, force: bool
 
 
 def _snapshot_of(repository: str, folder: Path | None, *, force: bool) -> Path:
-    """Download what encoders are read from; what was interrupted goes on."""
+    """Download the files of an encoder; an interrupted download continues."""
     from huggingface_hub import snapshot_download
 
     try:

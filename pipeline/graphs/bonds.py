@@ -186,7 +186,7 @@ def all_bonds(atoms: Atoms) -> NDArray[np.int64]:
 
 
 def _distinct(pairs_B2: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Return pairs of so many atoms once, the lower first, sorted."""
+    """Return each pair once, the lower atom first, sorted."""
     low_B, high_B = np.sort(pairs_B2, axis=1).T
     return np.stack(np.divmod(np.unique(low_B * size + high_B), size), axis=1)
 

@@ -183,7 +183,7 @@ class _Matrix(_Index):
         return np.concatenate(blocks)
 
     def _blocks(self) -> list[NDArray[np.int64]]:
-        """Return the nodes in blocks of so many that their distances are held at once."""
+        """Return the nodes in blocks whose distances fit in memory at once."""
         nodes, block = np.arange(len(self._target_N3)), max(1, BLOCK // max(1, len(self._source_S3)))
         return [nodes[first : first + block] for first in range(0, len(nodes), block)]
 

@@ -137,7 +137,7 @@ _NO_MEMORY = frozenset({"learning_rate", "weight_decay"})  # options that change
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The measured worst bucket of a plan; if it ran out of memory, the peak is what was available."""
+    """The measured worst bucket of a plan; if it ran out of memory, the peak is the available memory."""
 
     model: str  # its fingerprint
     card: str  # as the plan calls it
@@ -244,7 +244,7 @@ STEP_BYTES = 64 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """An attempt at a task that succeeded or ran out of host memory; None is what was not measured."""
+    """An attempt at a task that succeeded or ran out of host memory; None marks unmeasured values."""
 
     stage: str
     recipe: str  # hex

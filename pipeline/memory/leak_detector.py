@@ -43,10 +43,10 @@ FIRST_LAP = 8  # steps; those before create the optimizer's state, workspaces an
 LASTING = 0.5  # of the growth before: a cache that fills slows down, a leak does not
 EXPLAINED = 0.5  # the share of the growth that found leftovers, or later growth, must reach
 LEAST_SHARE = 0.05  # of the growth, to be reported
-NEAR = 20  # within an epoch: the limit is so many times as far as the run has come, or nearer
+NEAR = 20  # within an epoch: the limit is at most this many times as far away as the run has come
 WITHOUT_LIMIT = 0.25  # of the live bytes, as growth, where the limit of this memory is unknown
 INSPECTED_SHARE = 1 / 1000  # of all steps, as an inspected one takes about 20 times as long
-AGAIN = 2.0  # a leak is reported again when it has grown so many times as large
+AGAIN = 2.0  # a leak is reported again when it has grown by this factor
 
 
 class Live(NamedTuple):
@@ -219,7 +219,7 @@ class Leaks:
         return max(0, int((self.limit_bytes - (self._tensors or resident_bytes)()) / rate))
 
     def _suspect(self, rates: Mapping[Series, float]) -> None:
-        """Inspect growth, unless known leaks explain it, or it went on after an inspection found nothing."""
+        """Inspect growth, unless known leaks explain it, or it continued after an inspection found nothing."""
         if not rates:
             return
         self._rates = rates

@@ -261,7 +261,7 @@ def _stem(name: str) -> PurePosixPath:
 
 
 def _pair(stem: str, parts: Sequence[tuple[int, tarfile.TarInfo]]) -> TarPair:
-    """Return the last image and the last text of a name, and what is wrong with them."""
+    """Return the last image and the last text of a name, and a problem with them."""
     image = text = (0, 0)
     for _, member in parts:
         suffix = PurePosixPath(member.name).suffix.lower()

@@ -190,7 +190,7 @@ class Bytes:
             os.close(self._descriptor)
 
     def at(self, offset: int, length: int) -> bytes:
-        """Return so many bytes from an offset; raise if the file ends too early."""
+        """Return a number of bytes from an offset; raise if the file ends too early."""
         data = os.pread(self._descriptor, length, offset)
         if len(data) < length:
             raise UnusableEntry("the file ends too early")

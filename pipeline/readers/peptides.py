@@ -80,7 +80,7 @@ def letters_only(residue_L: NDArray[np.integer]) -> NDArray[np.int8]:
 
 
 def mz(mass_F: NDArray[np.float64], charge: int) -> NDArray[np.float64]:
-    """Return m/z of masses with so many protons."""
+    """Return m/z of masses with a number of protons."""
     seen_F: NDArray[np.float64] = mass_F / charge + PROTON
     return seen_F
 
@@ -119,7 +119,7 @@ USI_PARTS = 5  # before the peptide
 
 
 def residue_codes(text: str) -> NDArray[np.int8]:
-    """Return the codes of a peptide's residues; raise ValueError, which says what is not understood."""
+    """Return the codes of a peptide's residues; raise ValueError that names the part that is not understood."""
     text = text.strip()
     if text.startswith(USI):
         *parts, text = text.split(":", USI_PARTS)

@@ -1,4 +1,4 @@
-"""`Sequences`: protein sequences with what is known of each, or of each of its residues, from a table.
+"""`Sequences`: protein sequences with labels of each, or of each residue, from a table.
 
     data: {source: reader, reader: "pipeline.readers.sequences:Sequences", path: data/sequences.csv,
            options: {target: [stability]}}

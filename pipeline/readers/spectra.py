@@ -80,7 +80,7 @@ MOST_NAMES = 100  # of headers that an error lists
 
 
 class FoundSpectrum(NamedTuple):
-    """A spectrum as it stands in a file, before cleaning."""
+    """A spectrum as in its file, before cleaning."""
 
     name: str
     place: list[int]  # in its file

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pipeline.store.format.record import Array
     from pipeline.store.shard_index import KeyColumn, Mask, Rows
 
-    Room = Callable[[int], tuple[memoryview, memoryview]]  # memory for so many bytes, in two stretches
+    Room = Callable[[int], tuple[memoryview, memoryview]]  # allocates memory for a number of bytes, in two buffers
     Failure = CacheDamaged | RecordMissing
 
 ONLY_MISSING = "processes only missing items; pipeline cache repair sets damaged files aside"
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 _OPEN_SHARDS = 64
 _READ_THREADS = 4
 _READ_AHEAD = 2 * _READ_THREADS  # chunks in memory while `read` waits for its caller
-_CHUNK_RECORDS, _CHUNK_BYTES = 64, 1 << 18  # a thread reads so much at once: small records cost less than a task
+_CHUNK_RECORDS, _CHUNK_BYTES = 64, 1 << 18  # a thread reads this much at once: a small record costs less than a task
 _LOCATE_BATCH = 256
 _KEYS_BATCH = 65_536
 _UNINDEXED_RECORDS, _UNINDEXED_SHARE = 16_384, 0.05  # a few MB; a share makes index writes rarer as the index grows
@@ -508,7 +508,7 @@ class StoreWriter:
             self._open_shard().add(record, self._shard_bytes)
 
     def flush(self) -> list[bytes]:
-        """Publish what was put, and return the keys that became safe since the last flush."""
+        """Publish all records, and return the keys that became safe since the last flush."""
         if self._shard and self._shard.open and self._shard.keys:
             self._publish(self._shard)
         safe, self._safe = self._safe, []

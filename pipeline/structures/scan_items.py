@@ -82,14 +82,14 @@ class Also(Protocol):
 
 
 class Glances(NamedTuple):
-    """The files of some items as they stand."""
+    """The files of some items, and their present states."""
 
     paths: list[list[str]]  # of each item; a companion file may appear at any time
     marks: dict[str, bytes | Inventory | None]  # as `glance` says of each file
 
 
 def glances(items: Iterable[Item], recipe: ScanRecipe) -> Glances:
-    """Return the files of some items as they stand."""
+    """Return the files of some items, and their present states."""
     paths = [recipe.paths(item) for item in items]
     return Glances(paths, {path: glance(path, recipe) for path in dict.fromkeys(chain.from_iterable(paths))})
 

@@ -53,7 +53,7 @@ POSES = 12
 APART_CA = 4.5  # Å at least between CA atoms three or more residues apart
 TOUCH_CA, CONTACT_CA = 7.0, 11.0  # Å between partners when poses are compared, by every other CA
 STICKY, STICKY_WITHIN = "FWY", 5.0  # the demo's residues that touch a partner: atoms at most so many Å apart
-PLAIN = str.maketrans("FWY", "LAS")  # what stands for them elsewhere
+PLAIN = str.maketrans("FWY", "LAS")  # replaces them elsewhere
 _distinct_pairs = cache(np.triu_indices)
 SHAKE = 0.1  # Å, standard deviation of the errors of a shaken pair
 TOUCH = 2.8  # Å between the nearest atoms of two partners in the end
@@ -250,7 +250,7 @@ def _fitting(
 
 
 def _clearance(ca_KL3: Floats, earlier_R3: Floats) -> Floats:
-    """Return how near each candidate comes to itself and to what is there, three or more residues away."""
+    """Return each candidate's smallest distance to itself and to the chain so far, three or more residues away."""
     n_candidates, length, _ = ca_KL3.shape
     first, second = _distinct_pairs(length, 3)
     apart = ca_KL3[:, first] - ca_KL3[:, second]

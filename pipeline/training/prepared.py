@@ -65,7 +65,7 @@ class Prepared:
     recipe: Mapping[str, Any]  # everything that decides the outcome
     table: str  # the key of the table of the data set, in hex
     precision: str
-    checkpointing: int  # of the model's repeated blocks, so many run again in backward
+    checkpointing: int  # the number of repeated blocks that are recomputed in backward
     offload: bool
     sharded: bool
     phases: tuple[PhasePlan, ...]
@@ -101,7 +101,7 @@ class Prepared:
 
     @property
     def taken_bytes(self) -> int:
-        """The memory of a GPU that the process is expected to take, with its margin and what is outside torch."""
+        """The GPU memory that the process is expected to take, with the margin and the memory outside torch."""
         return ceil(self.reserved_bytes * (1 + self.margin)) + self.workspace_bytes + self.process_bytes
 
     def phase_of(self, epoch: int) -> int:

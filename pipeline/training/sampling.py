@@ -42,11 +42,11 @@ WINDOW = 4096
 BRICK = 8  # dealt evenly to 1, 2, 4 or 8 ranks; the sizes of steps of 24 then vary like those of 3 random items
 SHUFFLE = 0  # the random stream that shuffles all items; the streams of windows follow
 DRAW, CLUSTERS, OFFSET = range((1 << 32) - 3, 1 << 32)  # the random streams of draws
-BLOCK = 128  # a share is cut in blocks of so many items: the best cuts of K items take K² steps
+BLOCK = 128  # a share is cut in blocks of this many items, because the best cuts of K items take K² steps
 EVEN = 1.001  # ranks with a cost below this multiple of the mean are left as they are
 MOST_SWAPPED = 512  # beyond this, dealing is even enough, and trying every swap is slow
 ROUNDING = 1e-6  # of a sum of expected draws
-SHOWN = 3  # so many oversize items are named in an error
+SHOWN = 3  # oversize items that an error names
 
 
 @dataclass(frozen=True)
@@ -363,7 +363,7 @@ class Sampler:
         self._sizes, self._data, self._place = sizes, data, place
         self._draws, self._order = draws, EpochOrder([sizes[name] for name in settings.by], settings, draws)
         self._first = 0  # the step at which a loop over the epoch begins
-        self._next = (0, 0)  # the epoch and the step that follow what was used
+        self._next = (0, 0)  # the epoch and the step after the last used one
 
     @property
     def steps(self) -> int:
@@ -459,7 +459,7 @@ class Sampler:
             self._go(epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, as JSON data, where to continue: after what was used; a step that was begun starts again."""
+        """Return the position as JSON data: after the last used step; a step that was begun starts again."""
         epoch, step = self._next
         return {"epoch": epoch, "step": step, **self._identity}
 

@@ -22,7 +22,7 @@ TRAINING = "training"  # key of a state in the data of a checkpoint
 
 @dataclass(slots=True, kw_only=True)
 class EpochCounts:
-    """What is counted of an epoch over all ranks, while it goes on and in the log of metrics."""
+    """The counts of an epoch over all ranks, for its state and for the log of metrics."""
 
     epoch: int = 0
     steps: int = 0

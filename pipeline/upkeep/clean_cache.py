@@ -227,7 +227,7 @@ def _described(cache: CacheFolder, marked: Mapping[str, Marked]) -> Live:
 
 
 def _refuse_unwritable(cleaning: Cleaning) -> None:
-    """Refuse where this user may not remove what is to go."""
+    """Refuse if this user may not remove the planned files."""
     folders = {leftover.path.parent for leftover in cleaning.leftovers}
     for kind, marked in cleaning.marked.items():
         if marked.of(Fate.GOES, Fate.REWRITTEN):

@@ -79,7 +79,7 @@ def tags_read(project: Project, stages: Iterable[str]) -> set[tuple[str, bytes]]
 
 
 def register_use(project: Project, stages: Iterable[str], file: Path | None) -> None:
-    """Register in the cache that a configuration uses it, before anything relies on what is there."""
+    """Register a configuration as a user of the cache, before it relies on records there."""
     from pipeline.stages import table
 
     config, stages = project.config, list(stages)

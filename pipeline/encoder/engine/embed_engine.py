@@ -254,7 +254,7 @@ class PendingRows:
 
 
 class Span:
-    """The time a computation takes; on a card, where it goes on after the call, by events."""
+    """The time of a computation; on a card, where it is asynchronous, measured by events."""
 
     def __init__(self, device: str) -> None:
         self._card = Card(device) if is_card(device) and card_here() is not None else None

@@ -1,4 +1,4 @@
-"""Where encoders come from: a checkpoint that the packed forward pass runs, or a class of the user's.
+"""Sources of encoders: a checkpoint that the packed forward pass runs, or a class of the user's.
 
 Shapes: R residues of all sequences, L of one, B sequences, T tokens of the longest, D width.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Letters = NDArray[np.uint8]  # of a sequence, as bytes
 
 _PROBES = (64, TYPICAL)  # residues
-_PADDING = 1.25  # a batch is cut where padded it is more than so many times its tokens
+_PADDING = 1.25  # a batch is cut where padding would exceed this multiple of its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class EsmSource:
 
 @dataclass(frozen=True, slots=True)
 class OwnSource:
-    """A class of the user's, or one of ours for other libraries' models."""
+    """A class of the user's, or one in this package for another library's models."""
 
     name: str
     encoder: Encoder
@@ -174,7 +174,7 @@ class OwnForward:
         self._of_residue, self._of_pair = self._measured()
 
     def tokenize(self, sequence: str) -> Letters:
-        """Return the letters; the encoder's own tokens are made of what is encoded as one."""
+        """Return the letters; the encoder makes its own tokens of a whole window."""
         return as_letters(sequence)
 
     def bytes_per_token(self, residues: int = TYPICAL) -> int:

@@ -56,7 +56,7 @@ class Forward(Protocol):
         """Return a number for each residue; raise BadSequence for one that it cannot read."""
 
     def bytes_per_token(self, residues: int = ...) -> int:
-        """Return the memory that one more token takes, in a sequence of so many residues."""
+        """Return the memory that one more token takes in a sequence of this length."""
 
     def __call__(self, tokens: Sequence[Tokens], *, cls: bool = False) -> torch.Tensor:
         """Return the rows of all residues, in order; where `cls`, before those of each sequence that of its mark."""
@@ -66,7 +66,7 @@ class Forward(Protocol):
 class EmbeddingCounts:
     """Progress, for the run's status; changed by the engine alone."""
 
-    residues: int = 0  # of what was stored
+    residues: int = 0  # of the stored embeddings
     encoded_residues: int = 0  # in all forward passes: what windows share counts twice
     tokens: int = 0  # in all forward passes: ends and filling included, and what windows share twice
     splits: int = 0  # times that memory did not suffice
@@ -166,7 +166,7 @@ class Ladder:
         device = self._main[0]
         if device == CPU:
             return max(1, min(CPU_TOKENS, tokens_beside(self._free[self._main] - QUEUE_BYTES, encoder)))
-        encode_made_up(encoder, 64)  # what is set up once does not belong to a batch
+        encode_made_up(encoder, 64)  # one-time allocations do not count for a batch
         small, large = (card_peak_bytes(encoder, tokens, device) for tokens in _PROBES)
         token_bytes = encoder.bytes_per_token()
         if small is not None and large is not None and large > small:
@@ -226,7 +226,7 @@ class Ladder:
         return rows_RD
 
     def _room(self, kind: Kind, encoder: Forward, rows: int, residues: int) -> float:
-        """Return how many tokens, in sequences of that length, fit the host at once, beside so many finished rows."""
+        """Return how many tokens, in sequences of that length, fit the host at once in addition to finished rows."""
         if kind not in self._free:
             return math.inf
         rows_bytes = ROW_COPIES * rows * encoder.dim * self._storage.itemsize

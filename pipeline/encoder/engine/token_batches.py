@@ -170,7 +170,7 @@ class BatchSchedule:
         return self._batches.pop() if self._batches else None
 
     def _plan(self, budget: int) -> None:
-        """Cut what is left into batches, the first one last."""
+        """Cut the remaining sequences into batches, the first one last."""
         if self._batches:
             self._whole = np.concatenate(self._batches[::-1])
         lengths = self._computed_N[self._whole]

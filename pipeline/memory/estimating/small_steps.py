@@ -368,7 +368,7 @@ class SmallSteps:
         return [self._sizes.setdefault(key, MeasuredSize(micro, time.thread_time() - begun_s))]
 
     def _share_unseen(self, measured: MeasuredSize, choice: MemoryChoice) -> float:
-        """Return by what to multiply what was measured, for what kernels take within themselves, and other numbers."""
+        """Return the factor on measured memory for memory inside kernels, and for batches with other random numbers."""
         from pipeline.memory.tracing.tracer import TraceSession
 
         draws = DRAWS if measured.took_s < QUICK_S else 1
@@ -482,7 +482,7 @@ def _answer(
 
 
 def _peak_parts(tape: Tape, gradient_bytes: int) -> list[MemoryPart]:
-    """Return what is live at a tape's peak beyond the standing memory: gradients, and all else as activations."""
+    """Return the live memory at a tape's peak beyond the standing memory: gradients; the rest counts as activations."""
     live_E = np.cumsum(tape.bytes_E)
     peak = int(live_E.argmax()) + 1 if live_E.max(initial=0) > 0 else 0
     own = int(tape.bytes_E[:peak][tape.block_E[:peak] >= 0].sum())

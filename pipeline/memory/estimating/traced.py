@@ -61,7 +61,7 @@ _UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZi
 class Confirmation:
     """What real steps have shown of a model's traces."""
 
-    factor: float = 1.0  # on what is temporary within a micro-batch
+    factor: float = 1.0  # on temporary memory within a micro-batch
     added_bytes: int = 0  # on top of it
     note: str = ""
     refused: str = ""  # why the traces are not used
@@ -221,7 +221,7 @@ def read_answer(path: Path, kind: type[Answer]) -> Answer | None:
         return None
 
 
-WITHIN = 0.02  # of what is traced: less is rounding
+WITHIN = 0.02  # of the traced bytes: less is rounding
 UNCONFIRMED = "not confirmed by a real step"
 SLACK_BYTES = 1024  # a few numbers
 LEAK = (
@@ -287,8 +287,8 @@ def compared(
 def verdict(pairs: Sequence[tuple[int, int]], *, is_even: bool = True) -> Confirmation:
     """Return what pairs of a real peak and a traced one, of growing sizes, show.
 
-    What is missed is either at most so many bytes at any size, or grows evenly with what is traced. `is_even`: real
-    peaks are alike whatever is drawn.
+    The untraced memory is either bounded by a number of bytes at any size, or proportional to the traced memory.
+    `is_even`: real peaks are alike whatever is drawn.
     """
     missed = [max(0, real - SLACK_BYTES - traced) for real, traced in pairs]
     if all(more <= WITHIN * traced for more, (_, traced) in zip(missed, pairs, strict=True)):

@@ -2,7 +2,7 @@
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` (torch 2.13), whose functions are named where they are
 followed. It covers one stream and no private pools, as in training without CUDA graphs. No limit is simulated: plans
-compare what is reserved with it. An expandable segment never runs out of addresses here; in torch they end at 9/8 of
+compare the reserved memory with it. An expandable segment never runs out of addresses here; in torch they end at 9/8 of
 the card, and another segment begins.
 """
 

@@ -75,7 +75,7 @@ class Terms:
     def fit(self, rows: Sequence[Row], values: Sequence[float], of_nothing: float) -> CostModel:
         """Fit non-negative weights by least squares of relative errors, so that small points count as much as large.
 
-        Where there are few, `of_nothing`, the value of a micro-batch without items, tells what is the same for all.
+        With few points, `of_nothing`, the value of a micro-batch without items, gives the constant part.
         """
         if len(rows) < _FEWEST:
             rows, values = [*rows, (0,) * len(self.names)], [*values, of_nothing]
@@ -113,7 +113,7 @@ class SizeGroup(NamedTuple):
 
 
 def grouped(rows_MS: Integers, predict: Predict, most_S: Integers, limit: float, most: int) -> list[SizeGroup]:
-    """Return at most so many groups, that of the costliest corner first.
+    """Return at most `most` groups, that of the costliest corner first.
 
     The group whose corner is predicted furthest above the limit is split again and again, because only corners are
     asked about; where all are below, the one whose corner is furthest above its members.
@@ -268,7 +268,7 @@ class DataBounds:
         self.most_S = np.concatenate(([self.share], most))  # of a micro-batch in any order of the data
 
     def mean(self, items: int) -> Row:
-        """Return the sizes of a micro-batch of so many average items."""
+        """Return the sizes of a micro-batch of average items."""
         mean_S = np.ceil(self.sizes_NS.mean(axis=0) * (1 if self.data.padded else items)).astype(np.int64)
         return self.rounded(np.concatenate(([items], mean_S)))
 
@@ -359,7 +359,7 @@ class BudgetSearch:
         return self.model()
 
     def _largest(self, limit: int) -> FoundBudget | None:
-        """Return the largest budget that fits, by narrowing an interval of budgets relative to what is predicted."""
+        """Return the largest budget that fits, by narrowing an interval of budgets relative to the predicted one."""
         self.screened_model(limit)
         best: FoundBudget | None = None
         share, low, high = 1.0, 0.0, float("inf")

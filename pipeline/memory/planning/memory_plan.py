@@ -39,7 +39,7 @@ class Micros:
     sizes_MS: Integers  # sums where items are concatenated; the number of items and the largest sizes where padded
     step_M: Integers
     rank_M: Integers
-    epochs: float = 1.0  # below 1: only so much of one was cut
+    epochs: float = 1.0  # below 1: only a part of an epoch was cut
 
     @property
     def items_M(self) -> Integers:
@@ -121,7 +121,7 @@ class PlanRequest:
     epochs: int = 1
     precisions: tuple[str, ...] = ("fp32",)  # allowed ones, the preferred first
     blocks: int = 0  # that the model repeats
-    checkpointing: int | None = None  # so many of them
+    checkpointing: int | None = None  # the number of checkpointed blocks
     offload: bool | None = None
     shards: int | None = 1
     micro_batch: int | None = None  # items in a micro-batch
@@ -158,7 +158,7 @@ class CardSpec:
     launch_s: float = 7e-6  # between two kernels of eager torch
     caching: bool = True  # memory is held by the caching allocator; else live bytes are all there is
     notes: tuple[str, ...] = ()
-    workspace_bytes: int = 0  # of what torch may reserve, what is kept from `budget_bytes` for cuBLAS
+    workspace_bytes: int = 0  # of the memory that torch may reserve, for cuBLAS; not in `budget_bytes`
     process_bytes: int = 0  # what each process takes outside torch
 
     @classmethod

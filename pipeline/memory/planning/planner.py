@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from pipeline.memory.planning.memory_plan import DataSizes, Micros, PlanRequest
     from pipeline.memory.planning.step_estimates import Reserve
 
-WORTH = 1.05  # another precision must be so many times as fast as the preferred one
+WORTH = 1.05  # another precision must be faster than the preferred one by this factor
 SLACK = 1.10  # times the fastest epoch: fewer micro-batches are worth it, since kernels of few items are less efficient
-_TURNS = 4  # times the budget is corrected for what the allocator holds beyond what is live
-_FRAGMENTED = 1.02  # what is expected of it at first
+_TURNS = 4  # corrections of the budget for memory that the allocator holds beyond live tensors
+_FRAGMENTED = 1.02  # the first guess of reserved over live bytes
 SHOWN = 3  # items that do not fit are named in an error
 _LOWER = 0.95  # of the limit, each time that the others did not fit together with what the allocator adds
 _OVERSIZE_TURNS, _HALVINGS = 3, 7
@@ -88,7 +88,7 @@ def plan_memory(
 
 @contextmanager
 def _old_objects_left_alone() -> Iterator[None]:
-    """Freeze existing objects: traces make so much garbage that the collector would often go through all of them."""
+    """Freeze existing objects: traces make much garbage, and each collection would visit all objects."""
     gc.collect()
     gc.freeze()
     try:
@@ -169,7 +169,7 @@ class PlanCase:
 
         What a block keeps is about the same for each, so that a line says where to begin; only what fits is chosen.
         """
-        none, fits = 0, plan.choice.checkpointing  # so many blocks do not fit, so many do
+        none, fits = 0, plan.choice.checkpointing  # numbers of blocks that do not fit, and that fit
         if self.request.checkpointing is not None or plan.live.origin is Provenance.EXTRAPOLATED:  # that takes minutes
             return plan
         none_bytes, all_bytes = (

@@ -13,10 +13,10 @@ A budget has the unit of costs: bytes if there is a plan, else items. The rules:
 Each rank wants a budget, and all get the least, between two steps. A resumed run takes the budget from its checkpoint,
 so it cuts the same.
 
-`Governor.failed` learns from a piece that did not fit, `Governor.cuts` applies what is known to any items. A training
-step runs again from its start on all ranks (`StepSnapshot`): the failed piece has left half of its gradients, has drawn
-random numbers and has moved statistics. That gives, bit for bit, what the step would have given with these cuts from
-the beginning. An evaluation leaves nothing behind: only the piece that failed runs again (`each_that_fits`).
+`Governor.failed` learns from a piece that did not fit, `Governor.cuts` applies this to any items. A training step runs
+again from its start on all ranks (`StepSnapshot`): the failed piece has left half of its gradients, has drawn random
+numbers and has moved statistics. That gives, bit for bit, what the step would have given with these cuts from the
+beginning. An evaluation leaves nothing behind: only the piece that failed runs again (`each_that_fits`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BACKOFF = 0.9  # plans err by a few percent: a tenth less is mostly enough, and 
 PRESSURE = 0.95  # of the cost that ran, after a retry of the allocator: it fitted, only just
 FLOOR = 0.5  # of the largest cost that ran is left by pressure
 CROWDED = 0.95  # of the limit was reserved,
-IDLE = 0.1  # and so much of it in unused blocks, even at the peak: then the cache is emptied
+IDLE = 0.1  # and this share of it was in unused blocks, even at the peak: then the cache is emptied
 OFF = 0.02  # predictions within this count as right: repeated runs differ as much
 UNPLANNED = 1 << 62  # no budget was set
 
@@ -98,7 +98,7 @@ class Governor:
         return self.learned.budget
 
     def state(self) -> dict[str, Any]:
-        """Return what is learned, as JSON data."""
+        """Return the learned values as JSON data."""
         return asdict(self.learned)
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -129,7 +129,7 @@ class Governor:
         return max(costs) * len(costs) if self.padded else sum(costs)
 
     def cuts(self, costs: Sequence[int]) -> list[Cut]:
-        """Cut items with these costs into pieces that fit, by the budget and by what has failed in this step."""
+        """Cut items with these costs into pieces that fit, by the budget and the failures in this step."""
         limit = self.budget
         if self._failed is not None:  # an item without a cost still ends alone
             limit, costs = min(limit, max(1, (self._failed + 1) // 2)), [max(1, cost) for cost in costs]

@@ -120,7 +120,7 @@ class Recording:
         return Tape(block_E, bytes_E)
 
     def parts(self, becomes: Becomes = MappingProxyType({})) -> tuple[MemoryPart, ...]:
-        """Return what was live at the peak; blocks in `becomes` count as the gradients, in place of earlier ones."""
+        """Return the live memory at the peak; blocks in `becomes` count as the gradients, in place of earlier ones."""
         live_E = np.cumsum([0 if size < 0 and block in becomes else size for block, size in self.events])
         peak = int(live_E.argmax()) if live_E.max(initial=0) > 0 else -1
         backward = next((block.born for block in self.blocks if block.phase == "backward"), len(self.events))

@@ -282,12 +282,12 @@ class Draft:
             self._disk.write_at(self._fd, data, offset)
 
     def read(self, length: int, offset: int) -> bytes:
-        """Read back what was written."""
+        """Read written bytes back."""
         with self._discarded_on_error():
             return self._disk.read_at(self._fd, length, offset)
 
     def truncate(self, length: int) -> None:
-        """Cut off what lies behind `length`."""
+        """Truncate the file to `length` bytes."""
         with self._discarded_on_error():
             self._disk.truncate(self._fd, length)
 

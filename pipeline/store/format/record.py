@@ -95,7 +95,7 @@ def encode_record(
 def decode_record(blob: bytes | memoryview, rest: bytes | memoryview = b"") -> Record:
     """Read a record back; every number in it is checked against the bytes that are there before it is used.
 
-    Its bytes may lie in two stretches of memory, one after the other; what lies in both is copied.
+    Its bytes may be in two buffers; an array that spans both is copied.
     """
     key, entries, meta, end = _read_descriptor(blob, rest)
     arrays: dict[str, Array] = {}

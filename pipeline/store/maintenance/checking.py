@@ -1,4 +1,4 @@
-"""Judging shards and the index of a store: what is damaged, and which records are lost with it; nothing is changed."""
+"""Judges shards and the index of a store: finds damage and the records lost by it, and changes nothing."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _HOPELESS = {NEWER, FOREIGN, FORBIDDEN}  # a repair need not be tried
 _NAMED = 5  # such files are named in a summary
 _LONGEST_SUMMARY = 1 << 16
 _NOTE_CHARACTERS = 200
-_NEWEST = 100  # of so many reports, by their names, the last one is found; each takes a read
+_NEWEST = 100  # reads at most this many reports, by name, to find the last one
 _WRITE_BYTES = 1 << 20
 _LATEST_S = 1 << 40  # a time that a calendar can show
 

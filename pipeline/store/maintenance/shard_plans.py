@@ -65,9 +65,9 @@ if TYPE_CHECKING:
 
 # Room for what safetensors must say of each of thousands of small records; less than 1% of a shard that is full.
 CARRIED_HEADER_BYTES = 2 << 20
-BATCH_BYTES = 8 << 30  # of records are copied before the old shards go: so much room is needed for a while
+BATCH_BYTES = 8 << 30  # of records are copied before the old shards are removed: this much room is needed meanwhile
 WORTHWHILE = 1 / 3  # of a shard that must be dead before the rest is written again
-ENOUGH_RECORDS = 200  # a shard of so many is not small, whatever its size
+ENOUGH_RECORDS = 200  # a shard with this many is not small, whatever its size
 SHARD_GONE = "the shard was purged or deleted"
 OUT_OF_DATE = "the index lists shards that are being removed"
 
@@ -92,7 +92,7 @@ CLEANED = (Fate.GOES, Fate.REWRITTEN, Fate.YOUNG, Fate.SPARSE, Fate.FOREIGN)  # 
 
 @dataclass(slots=True, eq=False)
 class ShardPlan:
-    """What is to become of one shard, or of the index (whose name is empty); `apply` notes what became of it."""
+    """The planned fate of one shard, or of the index (whose name is empty); `apply` notes the actual one."""
 
     store: Store
     shard: str
@@ -235,7 +235,7 @@ def _retire(
                 if plan.store is store and plan.odd:  # their own tables replace their rows
                     store.write_index(without=plan.odd)
             store.write_index(without=going)
-        except CacheFull:  # what goes makes room
+        except CacheFull:  # the removals make room
             if not going:
                 raise
             full.add(store)
@@ -447,7 +447,7 @@ class Compacted:
 
     store: Store
     shards: int  # before
-    small: tuple[ShardPlan, ...]  # oldest first: what was written together stays together
+    small: tuple[ShardPlan, ...]  # oldest first, so that records written together stay together
     twice: frozenset[bytes]  # keys that are in several small shards
     records: int  # in small shards
     size_bytes: int

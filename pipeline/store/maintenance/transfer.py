@@ -64,7 +64,7 @@ class Moved:
 
     copied: int = 0
     there: int = 0  # with the same content, before
-    bytes: int = 0  # of what was copied
+    bytes: int = 0  # of the copied files
     kinds: dict[str, int] = field(default_factory=dict)  # files that are there now
     dropped: int = 0  # of an export: newer ones hold all that was in them
     refused: list[RefusedFile] = field(default_factory=list)
@@ -93,7 +93,7 @@ class _Shards:
         self._bytes = 0
 
     def read(self, path: Path, draft: Draft | None = None) -> str:
-        """Return the SHA-256 of a shard; raise CacheDamaged where it, or what was copied to a draft, is not intact."""
+        """Return the SHA-256 of a shard; raise CacheDamaged if it, or its copy in a draft, is not intact."""
         sha256, position = hashlib.sha256(), 0
         with reading(self._disk, path) as fd:
             while chunk := self._disk.read_at(fd, _CHUNK_BYTES, position):
@@ -401,7 +401,7 @@ def _reason(error: CacheDamaged | OSError) -> str:
 # contents, so that the next job goes on with what a killed one has left.
 
 _BATCH = 32_768  # keys, of which all places are in memory
-_KEPT_FREE = 0.02  # of what is copied, for what shards have besides records
+_KEPT_FREE = 0.02  # of the copied bytes, for the parts of shards other than records
 _MARKER_BYTES = 1 << 16
 
 

@@ -39,7 +39,7 @@ MASSES = np.array([0.0, *(gemmi.Element(number).weight for number in range(1, EL
 WIDTH, PER_LINE = 12, 6  # of the numbers of a restart file
 NETCDF_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, MemoryError)
 LETTERS = [*ascii_uppercase, *map("".join, product(ascii_uppercase, repeat=2))]  # the names of chains
-# What each list of a topology is as long as: this entry of POINTERS, times so many numbers.
+# The length of each list of a topology: this entry of POINTERS, times a factor.
 LENGTHS = {
     "ATOM_NAME": (0, 1),
     "RESIDUE_LABEL": (11, 1),

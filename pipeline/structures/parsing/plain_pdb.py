@@ -31,7 +31,7 @@ WHOLE, FRACTION = np.array([[22], [30], [38], [46]]), np.array([[34], [42], [50]
 SHORTEST = 79  # bytes of a line that reaches the element, line feed included
 LINE_FEED, CARRIAGE_RETURN, SPACE = 10, 13, 32
 
-# The residues that are plain: columns 18-21 as a number (the last one blank), sorted, and what stands for each.
+# The plain residues: columns 18-21 as a number (the last one blank), sorted, and the name of each.
 AMINO_ACIDS = b"ALA ARG ASN ASP CYS GLN GLU GLY HIS ILE LEU LYS MET PHE PRO SER THR TRP TYR VAL".split()
 NUCLEOTIDES = b"A C G U DA DC DG DT".split()
 RESIDUES = sorted((int.from_bytes(name.rjust(3) + b" ", "little"), name) for name in AMINO_ACIDS + NUCLEOTIDES)
@@ -39,7 +39,7 @@ RESIDUE_CODES = np.array([code for code, _ in RESIDUES], np.uint32)
 RESIDUE_WORDS = np.array([name_word(name.decode()) for _, name in RESIDUES], np.uint64)
 POLYMER = 1  # gemmi's EntityType; it may differ by TER records, which mean nothing to a policy for these residues
 
-# Columns 77-78 as a number → gemmi's number of the element, 0 for what is not plain.
+# Columns 77-78 as a number → gemmi's number of the element, 0 if it is not plain.
 ELEMENTS = np.zeros(1 << 16, np.uint8)
 for _symbol, _number in ((b" H", 1), (b" C", 6), (b" N", 7), (b" O", 8), (b" P", 15), (b" S", 16), (b"SE", 34)):
     ELEMENTS[int.from_bytes(_symbol, "little")] = _number
@@ -54,7 +54,7 @@ WATER = re.compile(
     rb"HETATM[ -~]{11}HOH ([ -~](?: {3}\d| {2}[\d-]\d| [\d-]\d\d|[\d-]\d{3})[ A-Z])   "
     rb"(?:(?= *-?\d+\.)[ \d-]{4}\.\d{3}){3}[ -~]*\r?\n"
 )
-WINDOW_LINES = 1 << 14  # what is looked at in one go
+WINDOW_LINES = 1 << 14  # lines that are checked at once
 TOGETHER = 16  # lines that are compared as one row: numpy is fast on long rows
 
 # Atom names, 4 bytes as one integer.
@@ -127,7 +127,7 @@ def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[Water]]:
             length = length or data.find(b"\n", at) + 1 - at
             _require(length >= SHORTEST)
             stop = next((stop for stop in stops if stop > at), -1)
-            if stop < 0 or (stop - at) % length:  # what was looked at is over, or was out of step
+            if stop < 0 or (stop - at) % length:  # the last window ended, or was out of step with the lines
                 stops = _other_lines(data, at, length)
                 stop = next(stops)
             _require(stop > at)

@@ -263,7 +263,7 @@ class Keeper:
     ) -> bool:
         """Save a checkpoint; return whether it was saved or, without `wait`, at least started.
 
-        A failure is reported as a warning; training goes on.
+        A failure becomes a warning; training continues.
         """
         self.finish()
         state = self._packed(step, training, own)

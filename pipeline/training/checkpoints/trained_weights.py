@@ -105,7 +105,7 @@ def load_checkpoint(
 
 
 def _load(step: Step, chosen: ChosenCheckpoint, train: TrainSection | None) -> str:
-    """Fill a model; return what went wrong where another checkpoint may work, else ""."""
+    """Fill a model; return the problem if another checkpoint may work, else ""."""
     try:
         if checkpoint_digest(chosen.path) != chosen.digest:
             return "it was replaced while being read"

@@ -93,7 +93,7 @@ class Loader:
     seed: int = 0
     crop: Mapping[str, int] | None = None  # the largest an item may have of each size, or of what `measure` makes of it
     measure: Measure = dict
-    collate: Collate | None = None  # makes what is yielded of a batch's items, in any thread
+    collate: Collate | None = None  # makes the yielded value from a batch's items, in any thread
     may_collate: Callable[[Sequence[str]], bool] = lambda _: True  # ahead, or a user's reader read; else `part` does
     weigh: Callable[[Any], Mapping[str, Any]] | None = None  # returns the weights of a batch's loss terms
     reject: Callable[[Rejection], None] = lambda _: None  # called for items whose graph could not be read
@@ -123,7 +123,7 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches from the sampler's position to the end of the epoch; ends any earlier loop.
 
-        None stands for a step in which this rank has no items, so that there is nothing to collate.
+        Yields None for a step in which this rank has no items to collate.
         """
         for batch in self.read():
             held = [batch.part(0, len(batch))]

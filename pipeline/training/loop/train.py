@@ -141,7 +141,7 @@ class Job:
 
     @property
     def trained_without(self) -> frozenset[str]:
-        """The items that are left out of what is trained on."""
+        """The items that the training leaves out."""
         tables = [items.table for _, items in self.phases] if self.leave_out else []
         ids = (table.ids[number] for table in tables for number in range(len(table)))
         return self.leave_out.intersection(ids)

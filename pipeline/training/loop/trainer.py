@@ -201,7 +201,7 @@ class Trainer:
     # Steps
 
     def _step(self, share: RankShare) -> None:
-        """Make one step, or leave it out, and do what is due after it."""
+        """Make one step, or leave it out; then do the work between steps."""
         number = self.done + 1
         self.ranks.progress(f"step {number}")
         if number in self.state.poisoned:
@@ -246,7 +246,7 @@ class Trainer:
         report.damaged += self.damaged.news() if self.damaged else []
 
     def _after_step(self, report: StepReport, metrics: dict[str, float | None] | None) -> None:
-        """Do what is due between steps; `metrics` is None after a step that was left out."""
+        """Adopt budgets, log, save and obey signals; `metrics` is None after a step that was left out."""
         least = report.least
         if self.governor.adopt(least.budget):
             budget = f"micro-batches cost {self.governor.budget:,} at most from here"

@@ -82,7 +82,7 @@ def cautions(device: str, shared: Path) -> Iterator[str]:
 
 
 def _unwritable(folder: Path) -> str:
-    """Write a little to the node's own disk and read it back; return what is wrong, or ''."""
+    """Write a little to the node's own disk and read it back; return the fault, or ''."""
     if not folder.is_dir():  # the variable is from another machine; programs then use /tmp
         return ""
     text = os.urandom(MIB)

@@ -283,7 +283,7 @@ def reduce_in_pieces(tensors: Iterable[Tensor], reduce: Callable[[Tensor], Any],
     """All-reduce tensors in place; small ones are packed into flat tensors of one type, in `buffer` if given."""
     plain = (tensor.detach() for tensor in tensors if tensor.numel())
     reals = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in plain)
-    # Groups of one device and type, of at most so many bytes; a larger tensor is alone. The function is private, but it
+    # Groups of one device and type, up to a number of bytes; a larger tensor is alone. The function is private, but it
     # is torch.distributed's own grouping
     for parts in _take_tensors(reals, PIECE_BYTES if buffer is None else len(buffer)):  # type: ignore[no-untyped-call]
         if len(parts) == 1 and parts[0].is_contiguous():

@@ -93,7 +93,7 @@ class JsonLink:
         self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def next(self, within_s: float | None = None) -> dict[str, Any] | None:
-        """Wait for the next message; None if none comes any more, or what comes is malformed."""
+        """Wait for the next message; None at the end of the connection, or after a malformed message."""
         try:
             return dict(json.loads(await asyncio.wait_for(self._reader.readline(), within_s)))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -365,7 +365,7 @@ class RankMonitor:
         return self.place.rank == 0 and not self.has_lost and any(not listener.done() for listener in self._listeners)
 
     async def _pause(self) -> None:
-        """Wait a little; end the process if it goes on for too long after a rank was lost."""
+        """Wait a little; end the process if it continues for too long after a rank was lost."""
         await asyncio.sleep(TICK_S)
         if time.monotonic() > self._end_at:
             os._exit(LOST)

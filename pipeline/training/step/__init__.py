@@ -1,1 +1,1 @@
-"""One exact optimizer step: what is traced, how a rank survives running it, what all ranks agree on."""
+"""One exact optimizer step: the step itself, which the planner traces, and its runs over all ranks."""

@@ -33,7 +33,7 @@ class Recomputing:
         self.blocks = 0
 
     def turn(self, blocks: int) -> None:
-        """Checkpoint so many blocks from now on; not during a forward."""
+        """Set the number of checkpointed blocks; not during a forward."""
         if blocks and not self._is_wrapped:
             for place, block in enumerate(repeated(self._model).values()):
                 block.forward = self._again(block, place)

@@ -407,7 +407,7 @@ class Step:
 
 
 def checked_model(model: Any) -> nn.Module:
-    """Return what a task's `model` made; refuse what is no module."""
+    """Return the model that a task made; refuse anything but a module."""
     if not isinstance(model, torch.nn.Module):
         raise refused(f"model() must return a torch.nn.Module, got {type(model).__name__}")
     return model
