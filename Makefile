@@ -53,7 +53,7 @@ prove: .venv/tools slurm-packages  ## what takes hours: growth to a hundred thou
 	python benchmarks/five_ways.py $(SAVE)
 	python benchmarks/growth.py $(SAVE)
 	python benchmarks/slurm.py $(SAVE)
-	python benchmarks/slurm.py --complexes 1000000 --stages scan,embed,graph,train $(SAVE)
+	python benchmarks/slurm.py --complexes 1000000 --stages scan,embed,graph,train --against 10000 $(SAVE)
 	$(MAKE) weeks
 
 SEED ?= 1

@@ -1,10 +1,11 @@
-"""Submit complexes to a real Slurm on this machine: what a person waits for, and what the supervisor's visits take.
+"""Submit complexes to a real Slurm on this machine: what a person waits for, and how much memory each stage takes.
 
     python benchmarks/slurm.py [--complexes 10000] [--stages scan,graph] [--folder FOLDER] [--rounds 3] [--save]
+    python benchmarks/slurm.py --complexes 1000000 --stages scan,embed,graph,train --against 10000
 
 It starts the cluster of the tests (Debian, root), and ends it again. `submit` of scan is measured several times, into
-an empty cache each; then every stage is run to its end, and Slurm's accounting is asked for its jobs. A million
-complexes (`--complexes 1000000 --stages scan,embed,graph,train`) take five hours on two cores.
+an empty cache each; then every stage is run to its end, and Slurm's accounting is asked for its jobs. With --against,
+a smaller data set goes the same way first, and memory is compared. A million complexes take 2.5 hours on two cores.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,70 +27,115 @@ from benchmarks.measure import Row, Spread, fail, options, pipeline, publish, ru
 from benchmarks.projects import SLURM, SMALL, make_project
 from tests.testkit.cluster import Cluster, why_not
 
-SUBMIT_S, VISIT_S, ACCOUNTED_WITHIN_S, LOOK_EVERY_S = 5.0, 60.0, 120.0, 2.0
+SUBMIT_S, VISIT_S, STATUS_S, ACCOUNTED_WITHIN_S, LOOK_EVERY_S, MEMORY = 5.0, 60.0, 1.0, 120.0, 2.0, 1.2
 FIELDS = "JobID,JobName,State,ElapsedRaw,MaxRSS"
 
 
-def await_end(folder: Path, complexes: int) -> None:
-    """Wait until the newest run has ended; see that it did everything."""
+@dataclass(frozen=True)
+class Ran:
+    """A stage that was run to its end."""
+
+    ms_each: float
+    visit_s: float  # the longest
+    visit_bytes: int
+    task_bytes: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A data set that went through all stages."""
+
+    submit: Spread
+    submit_bytes: int
+    status_s: float
+    stages: dict[str, Ran]
+
+
+def await_end(folder: Path, stage: str, complexes: int) -> str:
+    """Wait until the newest run has ended; see that it did everything; return its name."""
     while True:
         state: dict[str, Any] = json.loads(run(pipeline("status", "--json"), folder).out)
         if state["state"] not in ("running", "waiting"):
             break
         time.sleep(LOOK_EVERY_S)
     last = state["stages"][-1]
-    assert state["state"] == "done", state["error"]
-    assert last["name"] not in ("scan", "graph") or last["census"]["accepted"] == complexes, last["census"]
+    assert (state["state"], last["name"]) == ("done", stage), state["error"]
+    assert stage not in ("scan", "graph") or last["census"]["accepted"] == complexes, last["census"]
+    return str(state["name"])
 
 
-def jobs(since: float) -> list[tuple[str, float, int]]:
-    """Return name, seconds and bytes of every job that ended, once accounting has any supervisor's."""
+def jobs(run_name: str, since: float) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+    """Return seconds and bytes of a run's visits of supervisors and of its tasks, once accounting has any visit."""
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since))
     command = ["sacct", "--noheader", "--parsable2", "--noconvert", "-S", start, "-o", FIELDS]
     until = time.monotonic() + ACCOUNTED_WITHIN_S  # a run is done while its last supervisor still ends
     while True:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         rows = [line.split("|") for line in said.splitlines()]
-        names = {row[0]: row[1] for row in rows if row[2] == "COMPLETED"}
-        found = [
-            (names[job], float(row[3]), int(row[4] or 0))
-            for row in rows
-            if row[0].endswith(".batch") and (job := row[0].removesuffix(".batch")) in names
-        ]
-        if any("supervise" in name for name, _, _ in found) or time.monotonic() > until:
-            return found
+        done = {row[0]: (row[1], float(row[3])) for row in rows if row[2] == "COMPLETED" and run_name in row[1]}
+        peaks = dict.fromkeys(done, 0)  # a task runs in a step of its job
+        for row in rows:
+            job, _, step = row[0].partition(".")
+            if step and job in peaks:
+                peaks[job] = max(peaks[job], int(row[4] or 0))
+        visits = [(seconds, peaks[job]) for job, (name, seconds) in done.items() if "supervise" in name]
+        tasks = [(seconds, peaks[job]) for job, (name, seconds) in done.items() if "supervise" not in name]
+        if visits or time.monotonic() > until:
+            return visits, tasks
         time.sleep(1.0)
 
 
-def measured(folder: Path, complexes: int, stages: list[str], rounds: int) -> Row:
-    """Submit, run every stage, and return the row."""
+def measured(folder: Path, complexes: int, stages: list[str], rounds: int) -> Measured:
+    """Submit several times, and then run every stage."""
     make_project(folder, complexes, SMALL, SLURM)
     submits = []
     for number in range(rounds):
-        if number:
-            run(pipeline("cancel", "--yes"), folder)
         submits.append(run(pipeline("submit", "--stage", "scan", "--set", f"cache.root=cache{number}"), folder))
-    run(pipeline("cancel", "--yes"), folder)
-    since, walls = time.time(), dict[str, float]()
-    for stage in stages:
-        begun = time.monotonic()
-        run(pipeline("submit", "--stage", stage, "--only"), folder)
-        await_end(folder, complexes)
-        walls[stage] = time.monotonic() - begun
-        say(f"  {stage}: {walls[stage]:.0f} s")
-    visits = [(seconds, peak) for name, seconds, peak in jobs(since) if "supervise" in name]
-    tasks = [peak for name, _, peak in jobs(since) if "supervise" not in name]
-    submit, longest, largest = Spread.of(wall(submits)), max(visits)[0], max(peak for _, peak in visits)
-    each = ", ".join(f"{stage} {1e3 * seconds / complexes:.1f}" for stage, seconds in walls.items())
+        run(pipeline("cancel", "--yes"), folder)
+    ran = {stage: ran_of(folder, stage, complexes) for stage in stages}
+    status = wall([run(pipeline("status"), folder) for _ in range(rounds)])
+    return Measured(Spread.of(wall(submits)), max(cost.peak_bytes for cost in submits), Spread.of(status).median, ran)
+
+
+def ran_of(folder: Path, stage: str, complexes: int) -> Ran:
+    """Run a stage to its end, and ask Slurm's accounting for its jobs."""
+    since, begun = time.time(), time.monotonic()
+    run(pipeline("submit", "--stage", stage, "--only"), folder)
+    name = await_end(folder, stage, complexes)
+    ms_each, (visits, tasks) = 1e3 * (time.monotonic() - begun) / complexes, jobs(name, since)
+    ran = Ran(ms_each, max(visits)[0], max(peak for _, peak in visits), max(peak for _, peak in tasks))
+    say(f"  {complexes:,} {stage}: {ran}")
+    return ran
+
+
+def small_row(complexes: int, found: Measured) -> Row:
+    """Return the row of what a person waits for."""
+    longest = max(stage.visit_s for stage in found.stages.values())
     return Row(
-        "slurm" if complexes <= 10_000 else "slurm_million",
-        f"`pipeline submit` of {complexes:,} complexes to a real Slurm, until it returns; a supervisor's longest visit",
-        "",
-        f"≤ {SUBMIT_S:g} s; ≤ {VISIT_S:g} s",
-        f"{submit:.1f} s; {longest:.0f} s, {largest / 1e6:.0f} MB; a task {max(tasks) / 1e6:.0f} MB; ms each: {each}",
-        "slurm.py" if complexes <= 10_000 else f"slurm.py --complexes {complexes} --stages {','.join(stages)}",
-        "" if submit.median <= SUBMIT_S and longest <= VISIT_S else "Most of the wait is Slurm's own commands.",
+        "slurm", f"`pipeline submit` of {complexes:,} complexes to a real Slurm, until it returns; longest visit of a "
+        "supervisor", "", f"≤ {SUBMIT_S:g} s; ≤ {VISIT_S:g} s", f"{found.submit:.1f} s; {longest:.0f} s", "slurm.py",
+        "" if found.submit.median <= SUBMIT_S and longest <= VISIT_S else "Most of the wait is Slurm's own commands.",
+    )  # fmt: skip
+
+
+def grown_row(complexes: int, found: Measured, fewer: int, small: Measured) -> Row:
+    """Return the row of how memory grows."""
+    tasks = {name: stage.task_bytes / small.stages[name].task_bytes for name, stage in found.stages.items()}
+    visits = {name: stage.visit_bytes / small.stages[name].visit_bytes for name, stage in found.stages.items()}
+    reached = max(tasks.values()) <= MEMORY and found.status_s <= STATUS_S
+    shown = "; ".join(
+        f"{name} {tasks[name]:.2f}×, supervisor {visits[name]:.2f}× ({stage.visit_bytes / 1e6:.0f} MB, visit "
+        f"{stage.visit_s:.0f} s), {stage.ms_each:.1f} ms each"
+        for name, stage in found.stages.items()
     )
+    return Row(
+        "slurm_grown", f"{complexes:,} complexes on a real Slurm: memory of the largest task of each stage; `pipeline "
+        "status`", f"the same of {fewer:,}", f"≤ {MEMORY}×; ≤ {STATUS_S:g} s",
+        f"{shown}; status {found.status_s:.2f} s; "
+        f"submit {found.submit.median:.0f} s, {found.submit_bytes / 1e6:.0f} MB",
+        f"slurm.py --complexes {complexes} --stages {','.join(found.stages)} --against {fewer}",
+        "" if reached else "See docs/explanation/scale.md.",
+    )  # fmt: skip
 
 
 def main() -> int:
@@ -97,6 +144,7 @@ def main() -> int:
         str(__doc__), 3,
         complexes={"type": int, "default": 10_000, "help": "complexes (default: 10000)"},
         stages={"default": "scan,graph", "help": "stages to run to their end, separated by commas"},
+        against={"type": int, "default": 0, "help": "compare memory with so many complexes"},
         folder={"type": Path, "help": "make the project here"},
     )  # fmt: skip
     if reason := why_not():
@@ -104,13 +152,20 @@ def main() -> int:
     cluster = Cluster(Path("/var/lib/pipeline-slurm-bench"))
     cluster.start()
     os.environ.update(cluster.env())
-    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir=typed.folder))
+    stages, found = typed.stages.split(","), {}
     try:
-        row = measured(folder, typed.complexes, typed.stages.split(","), typed.rounds)
+        for complexes in filter(None, (typed.against, typed.complexes)):
+            folder = Path(tempfile.mkdtemp(prefix="slurm-", dir=typed.folder))
+            try:
+                found[complexes] = measured(folder, complexes, stages, typed.rounds)
+            finally:
+                shutil.rmtree(folder)
     finally:
         cluster.stop()
-        shutil.rmtree(folder)
-    return publish([row], save=typed.save)
+    whole = found[typed.complexes]
+    if typed.against:
+        return publish([grown_row(typed.complexes, whole, typed.against, found[typed.against])], save=typed.save)
+    return publish([small_row(typed.complexes, whole)], save=typed.save)
 
 
 if __name__ == "__main__":
