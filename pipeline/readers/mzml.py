@@ -35,25 +35,29 @@ ARRAYS = {"MS:1000514": "m/z", "MS:1000515": "intensity"}
 TYPES = {"MS:1000521": "<f4", "MS:1000523": "<f8", "MS:1000519": "<i4", "MS:1000522": "<i8"}
 PLAIN, ZLIB = "MS:1000576", "MS:1000574"
 COMPRESSED = "compression"
-SCAN = re.compile(r"(?:scan|scanId|index)=(\d+)")
+SCAN = re.compile(r"(?:scan|scanId|index|spectrum)=(\d+)")
 # Neither looks beyond where the next one begins, so that many beginnings without an end take no longer than one.
 SURVEY = re.compile(rb'accession="MS:1000511"(?:(?!accession=)[^>])*?value="1"')
+COUNT = re.compile(rb'<spectrumList\s(?:(?!count=)[^<>])*count="(\d{1,9})"')
 GROUP = re.compile(
     rb"<referenceableParamGroup\s(?:(?!<referenceableParamGroup\s).)*?</referenceableParamGroup>", re.DOTALL
 )
+UNENDED = "no </spectrum> before the next one or the end of the file: truncated?"
 Groups = dict[str, "Element"]
 
 
 def mzml_blocks(path: Path) -> Iterator[Block]:
-    """Yield the spectra of a file except those of MS level 1."""
+    """Yield the spectra of a file except those of MS level 1, and last how many its list lacks."""
+    missing = line = 0
     for offset, line, text, _ in pieces(path, BEGIN, MOST_BYTES):
         stop = text.find(END) + len(END)
         body = text[:stop] if stop >= len(END) else text[:CHUNK_BYTES]
-        if BEGIN.match(body) and not SURVEY.search(body):
-            problem = (
-                "" if body.endswith(END) else "no </spectrum> before the next one or the end of the file: truncated?"
-            )
-            yield Block(offset, line, body, problem)
+        is_spectrum = bool(BEGIN.match(body))
+        missing += -1 if is_spectrum else sum(map(int, COUNT.findall(text)))
+        if is_spectrum and not SURVEY.search(body):
+            yield Block(offset, line, body, "" if body.endswith(END) else UNENDED)
+    if missing > 0:
+        yield Block(0, line, b"", f"{missing:,} spectra fewer than spectrumList counts: truncated?", is_between=True)
 
 
 def groups(path: Path) -> Groups:

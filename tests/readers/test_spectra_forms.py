@@ -13,7 +13,7 @@ import torch
 from pipeline.errors import ConfigError, DataError
 from pipeline.readers import mzml, spectrum_files
 from pipeline.readers.spectra import Spectra
-from pipeline.records import Entry, Rejection
+from pipeline.records import Entry, Reason, Rejection
 from pipeline.tasks.spectra.peak_transformer import own_rows, padded_peaks
 from tests.readers.compared import assert_same, hdf5_file, mgf_text, msp_text, mzml_file, mzml_text, only, read_twice
 from tests.reference import FOLDER, document, recorded
@@ -84,6 +84,21 @@ def test_spectra_at_the_edges_of_what_is_read_at_once_are_whole(
                 (entry.id, entry.place, entry.origin) for entry in whole if isinstance(entry, Entry)
             ]
         assert len(whole) == 40
+
+
+@pytest.mark.parametrize("end", [None, "MS:1000511", "<precursorList", "</spectrum>"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_truncated_mzml_loses_no_spectrum_without_a_reason(tmp_path: Path, level: int, end: str | None) -> None:
+    spectra = [mzml_text(0), mzml_text(1, level=level), mzml_text(2), mzml_text(3)]
+    whole = mzml_file("".join(spectra)).replace('count="1"', 'count="4"')
+    text = whole if end is None else whole[: whole.index(end, whole.index(spectra[1])) + len(end)]
+    (tmp_path / "x.mzML").write_text(text)
+    found = read(tmp_path / "x.mzML")
+    assert {entry.id for entry in found if isinstance(entry, Entry)} >= {"x.mzML-scan-0"}
+    last = found[-1]
+    assert isinstance(last, Rejection) == (end is not None)
+    if isinstance(last, Rejection):
+        assert (last.reason, last.detail.partition(" ")[0]) == (Reason.BAD_ENTRY, "2")
 
 
 @pytest.mark.parametrize("name", ["example_5_spectra.mgf", "ours.mgf", "ours.msp"])
