@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from pipeline.structures.atoms import Rows, Sites
 
-POLICY_VERSION = 3
+POLICY_VERSION = 4
 POLYMER, WATER = 1, 4
 HETATM = ord("H")
 CARBON = 6

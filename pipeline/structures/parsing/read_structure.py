@@ -92,7 +92,7 @@ def _pdb(data: bytes, reading: FileReading, max_residues: int | None) -> AtomTab
     data, chains = read_on(data)
     if reading != PLAIN or (table := plain_pdb.read_plain_pdb(data)) is None:
         _check_numbers(data)
-        table = _with_likely_elements(_by_gemmi(data, "pdb", reading, max_residues))
+        table = _with_likely_elements(_by_gemmi(_with_short_names(data), "pdb", reading, max_residues))
     return replace(table, notes={**table.notes, BEHIND_END: chains}) if chains else table
 
 
@@ -392,7 +392,7 @@ def _conect(structure: gemmi.Structure, flat: gemmi.FlatStructure) -> Iterator[P
             yield from zip(rows.get(serial, ()), rows.get(other, ()), strict=False)
 
 
-# ---- lines of a PDB file before a parser reads them: chains behind END, and numbers that are none ----
+# ---- lines of a PDB file before a parser reads them: chains behind END, numbers that are none, long names ----
 
 ATOM_RECORDS = (b"ATOM", b"HETATM")
 END = re.compile(rb"\nEND(?:\s*$|   )", re.MULTILINE)
@@ -413,8 +413,8 @@ def read_on(data: bytes) -> tuple[bytes, int]:
     is_more = any(data.find(b"\n" + record, end) >= 0 for record in ATOM_RECORDS)
     if not is_more or data.startswith(b"MODEL ") or b"\nMODEL " in data:
         return data, 0
-    kept, more, seen = [data[:end]], set[bytes](), _chains(data[:end])
-    part, is_new = set[bytes](), False
+    kept, more, part, is_new = [data[:end]], set[bytes](), set[bytes](), False
+    seen = {line[CHAIN_COLUMN] for line in data[:end].splitlines() if line.startswith(ATOM_RECORDS)}
     for line in data[end:].splitlines(keepends=True):
         record, chain = line[:6].rstrip(), line[CHAIN_COLUMN]
         if record == b"END":
@@ -434,10 +434,6 @@ def _first_end(data: bytes) -> int:
     return found.start() + 1 if (found := END.search(data)) else len(data)
 
 
-def _chains(data: bytes) -> set[bytes]:
-    return {line[CHAIN_COLUMN] for line in data.splitlines() if line.startswith(ATOM_RECORDS)}
-
-
 def _check_numbers(data: bytes) -> None:
     """Refuse a file with a coordinate or a residue number that is none, which a parser would take for 0."""
     data = data[: _first_end(data)]
@@ -449,6 +445,16 @@ def _check_numbers(data: bytes) -> None:
                 at = data.count(b"\n", 0, start) + 1
                 problem = f"line {at}: {what} is {field.decode('latin-1')!r}, not a number"
                 raise UnusableInput(Reason.PARSE_ERROR, problem)
+
+
+# Residues of GROMOS, such as LYSH; and what shows that such a letter is the first of a chain's name.
+LONG_NAMES = re.compile(rb"^(ATOM  .{11}(?:(?:ASP|CYS|GLU|HIS|LYS)(?=H)|CYS(?=[12])|HIS(?=[12AB])|ARG(?=N))).", re.M)
+LONG_CHAINS = re.compile(rb"^ATOM  .{11}(?:ALA|GLY|LEU|SER|VAL)[12ABHN]", re.M)
+
+
+def _with_short_names(data: bytes) -> bytes:
+    """Return a file without the fourth letters of residues, which gemmi would take for their chain's."""
+    return data if LONG_CHAINS.search(data) else LONG_NAMES.sub(rb"\1 ", data)
 
 
 ORGANIC = {"H": 1, "C": 6, "N": 7, "O": 8, "P": 15, "S": 16}

@@ -107,6 +107,21 @@ def test_nucleotides_by_the_names_of_charmm_are_a_chain_of_their_kind(
     assert bonds.bonds_of("GUA") == bonds.bonds_of("G")
 
 
+@pytest.mark.parametrize("name", ["LYSH", "CYS2", "HISB", "ARGN"])
+@pytest.mark.parametrize("chain_name", ["A", " "])
+def test_residues_by_the_names_of_gromos_stay_in_their_chain(name: str, chain_name: str) -> None:
+    """gemmi reads two letters as the chain's name: `LYSHA` would be a lysine in a chain HA."""
+    short = name[:3]
+    lines = chain(chain_name, "ALA", short, "GLY").replace(f"{short} {chain_name}", f"{name}{chain_name}")
+    (only,) = read(lines).chains
+    assert (only.name, len(only.sequence), "X" in only.sequence) == (chain_name.replace(" ", "_"), 3, False)
+
+
+def test_chains_of_two_letters_keep_their_names() -> None:
+    lines = "".join(chain("A", "ALA", "LYS", "HIS").replace(" A ", f"{first}A ") for first in "HB")
+    assert [(one.name, one.sequence) for one in read(lines).chains] == [("HA", "AKH"), ("BA", "AKH")]
+
+
 def test_solvent_and_ions_among_atom_records_are_no_chains() -> None:
     waters = "".join(residue("SOL", "V", number, ("OW", "HW1", "HW2"), element="O") for number in range(5, 40))
     ions = "".join(atom("CL-", "CL-", "I", number, element="CL") for number in range(40, 44))
