@@ -89,7 +89,7 @@ def cancel_command(
 ) -> None:
     """Cancel a run or points of its sweep; finished work is kept."""
     from pipeline.engine.lifecycle import cancel as end
-    from pipeline.engine.lifecycle import foresee, opened_run
+    from pipeline.engine.lifecycle import cancellation_of, opened_run
     from pipeline.journal.run_status import State
 
     opened = opened_run(run_folder(run, config, sets), "cancel")
@@ -101,7 +101,7 @@ def cancel_command(
         if stage is not None and stage not in status.stages:
             begun = ", ".join(status.stages) or "no stage has started"
             refuse(f"run {folder.name} has no stage {stage!r} ({begun})", "--stage", Command.of("status", folder.name))
-        cancellation = foresee(status, executor, stage)
+        cancellation = cancellation_of(status, executor, stage)
         if cancellation.empty and stage is not None and status.state is State.RUNNING and not executor.outlives:
             refuse("a local run cannot cancel one stage", "--stage", Command.of("cancel", folder.name))
         if cancellation.empty:
@@ -117,7 +117,7 @@ def cancel_command(
 
 def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, yes: bool) -> None:
     """End points of a sweep alone."""
-    from pipeline.engine.lifecycle import cancel_points, points_to_end
+    from pipeline.engine.lifecycle import cancel_points, points_to_cancel
     from pipeline.journal.run_status import ENDED
     from pipeline.planning.points import points_in
     from pipeline.report.tables import plural
@@ -127,7 +127,7 @@ def _cancel_points(opened: Opened, wanted: Sequence[str], stage: str | None, *, 
         refuse("cannot be combined with --stage", "--point", "leave --stage out")
     trials = [trial.name for stage in status.stages.values() for trial in stage.asked.values()]
     points = [point.name for point in points_in(frozen)] or trials
-    tasks = points_to_end(status, points, wanted)
+    tasks = points_to_cancel(status, points, wanted)
     if status.state in ENDED:
         typer.echo(f"run {folder.name} is {status.state.value}: nothing to cancel")
         return

@@ -135,7 +135,7 @@ def _halves(shard: Shard, middle: int) -> tuple[Shard, Shard]:
     return replace(shard, end=middle, items=first), replace(shard, start=middle, items=shard.items - first)
 
 
-def task_items(folder: RunFolder, stage: str, task: int, tell: TaskContext) -> Iterator[Item]:
+def task_items(folder: RunFolder, stage: str, task: int, context: TaskContext) -> Iterator[Item]:
     """Yield the items of a task without those that killed it; each is reported before it is worked on."""
     shard, left_out = read_shard(folder, stage, task), left_out_items(folder, stage)
     with folder.todo(stage).open("rb") as file:
@@ -143,7 +143,7 @@ def task_items(folder: RunFolder, stage: str, task: int, tell: TaskContext) -> I
         while file.tell() < shard.end:
             item = Item.from_json(json.loads(file.readline()))
             if item.id not in left_out:
-                tell.on((item.id,))
+                context.on((item.id,))
                 yield item
 
 

@@ -98,7 +98,7 @@ def embed_texts(
     recipe: EmbeddingRecipe,
     settings: EngineSettings,
     shelves: EmbedShelves,
-    tell: TaskContext,
+    context: TaskContext,
 ) -> Generator[Reason | None, None, None]:
     """Encode the sequences of a task that are not in the store yet, and publish them at least every minute."""
     todo_N = _missing(texts, recipe, shelves.embeddings)
@@ -111,10 +111,10 @@ def embed_texts(
     settings, source = memory_ladder.on_its_device(settings), load()
     gate = _Gate(source, recipe, shelves)
     precision, lowest = gate.precision(settings.device)
-    tell.report.figures[f"{LOWEST_COSINE} {source.reference}"] = lowest
+    context.report.figures[f"{LOWEST_COSINE} {source.reference}"] = lowest
 
     def name(texts: Sequence[str]) -> None:
-        tell.on([sequence_name(text) for text in texts])
+        context.on([sequence_name(text) for text in texts])
 
     engine = Engine(gate, recipe, settings, precision=precision, on=name)
 
@@ -125,10 +125,10 @@ def embed_texts(
         try:
             with closing(engine.run(texts.lengths_N[todo_N], read, _Sink(writer, recipe))) as outcomes:
                 for outcome in outcomes:
-                    tell.report.figures |= asdict(engine.figures)
+                    context.report.figures |= asdict(engine.figures)
                     if outcome.reason is not None:
                         (text,) = read([outcome.index])
-                        tell.refuse(recipe.key(text, recipe.wanted(len(text))).hex(), outcome.reason, outcome.detail)
+                        context.refuse(recipe.key(text, recipe.wanted(len(text))).hex(), outcome.reason, outcome.detail)
                     yield outcome.reason
         finally:
             with signals_held():  # a signal that comes now must not lose finished embeddings

@@ -1,1 +1,1 @@
-"""What moves a run on: submit, supervise, dispatch, repair, hand over, cancel, and the task inside a job."""
+"""Runs: submit, supervise, dispatch, repair, hand over, cancel; and the worker inside a job."""

@@ -13,7 +13,7 @@ from pipeline.cluster.job_spec import TaskState, format_ranges, log_beside, pars
 from pipeline.cluster.verdict import Cause, judge_attempt
 from pipeline.codec import plain
 from pipeline.dataset import worklist
-from pipeline.engine.repair import GiveUp, LeaveOut, Means, Split, avoid_bad_nodes, decide
+from pipeline.engine.repair import GiveUp, LeaveOut, Situation, Split, avoid_bad_nodes, decide
 from pipeline.errors import BudgetReached, ClusterSilent, SubmissionRefused
 from pipeline.journal.attempts import Attempt, leave_out
 from pipeline.journal.budget import Budget, Spending
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
     Emit: TypeAlias = Callable[..., None]
 
-GPU_PEAKS = ("gpu_used_bytes", "device_peak_bytes")  # figures of all processes on a GPU, and of one
+GPU_PEAKS = ("gpu_used_bytes", "device_peak_bytes")  # memory of all processes on a GPU, and of one
 PEAKS, BUSY = ("host_peak_bytes", "gpu_total_bytes", *GPU_PEAKS), "gpu_busy"
 MANY = 1 << 30
-GROUP_FAILED = (TaskState.COMPLETED, TaskState.FAILED, TaskState.OUT_OF_MEMORY)  # some of it, or none
+GROUP_FAILED = (TaskState.COMPLETED, TaskState.FAILED, TaskState.OUT_OF_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Next:
 
 
 class Dispatch:
-    """Submits tasks and records how they ended; all of its state can be read from the ledger."""
+    """Submits tasks and records how they ended. The ledger holds all of its state."""
 
     def __init__(self, folder: RunFolder, config: Config, executor: Executor, run: RunStatus, emit: Emit) -> None:
         self._folder, self._config, self._executor, self._run, self._emit = folder, config, executor, run, emit
@@ -84,7 +84,7 @@ class Dispatch:
 
     @staticmethod
     def of_tasks(status: StageStatus, reports: Iterable[TaskStatus]) -> list[TaskStatus]:
-        """Return a report for each task: those that run side by side have one in common, and logs of their own."""
+        """Return a report for each task; tasks that share a job get copies of its report, with their own logs."""
         found = []
         for report in reports:
             job = status.jobs.get(report.job)
@@ -93,7 +93,7 @@ class Dispatch:
         return found
 
     def collect(self, project: Project, stage: Stage, status: StageStatus, changed: Sequence[TaskStatus]) -> int:
-        """Record the attempts that have ended; return how many did."""
+        """Record the attempts that have ended; return their number."""
         over = [report for report in changed if is_over(report) and status.task(report.task).job == report.job]
         highest = highest_figures(status, {report.task for report in over}) if over else {}
         on_node = stage.processes(project) // stage.resources(project.config).nodes
@@ -105,8 +105,8 @@ class Dispatch:
         return len(attempts)
 
     @staticmethod
-    def unheard(status: StageStatus, changed: Sequence[TaskStatus]) -> bool:
-        """Tell whether a task's own report is still missing: some file systems show it late."""
+    def lacks_reports(status: StageStatus, changed: Sequence[TaskStatus]) -> bool:
+        """Tell whether the worker's report on any task is missing: some file systems show it late."""
         return any(
             not (task.word.finished if report.state is TaskState.COMPLETED else task.word.started)
             for report in changed
@@ -115,7 +115,7 @@ class Dispatch:
         )
 
     def _remember(self, project: Project, stage: Stage, status: StageStatus, attempts: Sequence[Attempt]) -> None:
-        """Record memory and time of these attempts, from which later runs plan."""
+        """Remember the memory and time of these attempts for the plans of later runs."""
         cluster = cluster_name(self._config)
         names = {status.name_of(attempt.task) for attempt in attempts}
         shared = self._planned(project, stage, status)
@@ -146,14 +146,12 @@ class Dispatch:
         self._profiles.record(self._folder.name, measured)
 
     def send(self, project: Project, stage: Stage, status: StageStatus) -> None:
-        """Decide on the next attempt of every task that is due, and submit as much as the queue takes."""
+        """Choose the next attempt of every due task; submit as many as the queue takes."""
         asks: dict[int, Next] = {}
         for number, ask in self._repaired(project, stage, status):
             if ask is not None:
                 asks[number] = ask
-            elif not stage.are_apart(
-                project.config
-            ):  # the stage will fail: running tasks may end, no more are submitted
+            elif not stage.are_apart(project.config):  # the stage will fail: submit no more tasks
                 return
         first = self._planned(project, stage, status)
         for task in status.work.values():
@@ -169,7 +167,7 @@ class Dispatch:
             self._emit(EventKind.JOB_SUBMITTING, **affordable.to_json())
             self._recount(affordable)
             self._submit(affordable)
-            if affordable is not job:  # the rest has to wait until something ends before its time
+            if affordable is not job:  # the rest waits until a task ends before its time limit
                 return
 
     def account(self) -> Account | None:
@@ -177,7 +175,7 @@ class Dispatch:
         return self._spending.account()
 
     def _affordable(self, job: StageJob) -> StageJob:
-        """Return a job with as many of its tasks as the project's budget holds; raise if that is none."""
+        """Return the job with as many of its tasks as the budget allows; raise if it allows none."""
         if (account := self.account()) is None:
             return job
         wanted = parse_ranges(job.tasks)
@@ -187,7 +185,7 @@ class Dispatch:
         return job if fitting == len(wanted) else replace(job, tasks=format_ranges(wanted[:fitting]))
 
     def _recount(self, job: StageJob) -> None:
-        """Take an announced job back if another run of the project has announced one, too, and both are too much."""
+        """Withdraw an announced job if a job of another run, announced at the same time, exhausts the budget."""
         account = self.account()
         if account is None or account.taken.total <= account.budget.hours + 1e-9:
             return
@@ -195,14 +193,14 @@ class Dispatch:
         raise _beyond(account, job, job_of(self._folder, self._config, job).again)
 
     def _repaired(self, project: Project, stage: Stage, status: StageStatus) -> Iterator[tuple[int, Next | None]]:
-        """Yield the next attempt of each failed task, None for one that is given up; split others."""
+        """Yield the next attempt of each failed task (None: give up); replace tasks that are split."""
         shards, splits = worklist.read_shards(self._folder, stage.name), dict[int, Split]()
         limits = self._limits(project, stage, status)
         for task in [task for task in status.work.values() if task.open and task.ended]:
             tries = self._config.cluster.supervisor.tries
             shard, is_whole = shards[task.number], stage.name == StageName.TRAIN
-            items = shard.end - shard.start if stage.together else shard.items  # listed as one thing without halves
-            means = Means(
+            items = shard.end - shard.start if stage.together else shard.items  # they are listed as one item
+            situation = Situation(
                 limits,
                 items,
                 tries,
@@ -213,7 +211,7 @@ class Dispatch:
                 nodes=stage.resources(project.config).nodes,
                 has_batches=stage.is_script and "micro_batch" in script_of(project.config).names,
             )
-            decision = decide(task.history, means)
+            decision = decide(task.history, situation)
             if isinstance(decision, Split):
                 splits[task.number] = decision
                 continue
@@ -236,11 +234,11 @@ class Dispatch:
             yield from ((part, Next(1, ask, why)) for part in into)
 
     def _leave_out(self, stage: Stage, status: StageStatus, task: TaskRecord, decision: LeaveOut) -> None:
-        """Record the items that killed a task, so that the stage goes on without them."""
+        """Record the items that killed a task; the stage skips them from now on."""
         assert task.last is not None
         known = {name for entry in status.left_out for name in entry["names"]}
         names = [name for name in decision.names if name not in known]
-        if not names:  # left out already; the next attempt was not submitted yet
+        if not names:  # already recorded; the next attempt was not submitted yet
             return
         detail = f"task {task.number} died: {task.last.reason}"
         leave_out(self._folder, stage.name, names, decision.reason, detail)
@@ -261,12 +259,12 @@ class Dispatch:
         return status.limits
 
     def _places(self, project: Project, stage: Stage, task: TaskRecord) -> tuple[Candidate, ...]:
-        """Return the partitions that a task may go to; none where it has no choice."""
+        """Return the partitions that a task may use; empty if only one is configured."""
         is_placed = task.last is not None and task.last.ask.partition
         return candidates(project, stage, self._executor) if is_placed else ()
 
     def _room(self, status: StageStatus) -> int:
-        """Return how many tasks the queue still takes; where none of these is in it, one is tried."""
+        """Return how many tasks the queue still takes; at least one if none of this stage is in it."""
         room = self._executor.room()
         if room is None:
             return len(status.work)
@@ -275,7 +273,7 @@ class Dispatch:
     def _jobs(
         self, project: Project, stage: Stage, status: StageStatus, asks: Mapping[int, Next]
     ) -> Iterator[StageJob]:
-        """Yield jobs of tasks with equal requests, each small enough for one array and for the queue."""
+        """Yield jobs of tasks with equal requests, each small enough for an array and for the queue."""
         planned, limits = self._planned(project, stage, status), self._limits(project, stage, status)
         sequence = status.sent + len(status.intents)
         alike: dict[tuple[Next, StageJob], list[int]] = {}
@@ -314,7 +312,7 @@ class Dispatch:
         self._emit(EventKind.JOB_SUBMITTED, **replace(job, id=job_id).to_json())
 
     def _submit_off_bad_nodes(self, job: Job) -> JobId:
-        """Submit a job that excludes the nodes that failed; one that is refused so may go to them, too."""
+        """Submit a job that excludes failed nodes; if that is refused, submit it without exclusions."""
         avoiding = avoid_bad_nodes(self._run, self._executor, job)
         try:
             return self._executor.submit(avoiding)
@@ -343,7 +341,7 @@ def judged(
     verdict = judge_attempt(report, word, log, asked_bytes=task.ask.mem_bytes)
     cause = verdict.cause
     never_began = cause is Cause.CANCELLED and report.started is None and not report.node
-    if cause in (Cause.ACTIVE, Cause.HELD) or (never_began and word.started):  # its end is on no record
+    if cause in (Cause.ACTIVE, Cause.HELD) or (never_began and word.started):  # no record says how it ended
         cause = Cause.LOST
     return Attempt(
         task=report.task,
@@ -387,14 +385,14 @@ def _beyond(account: Account, job: StageJob, again: Command) -> BudgetReached:
 
 
 def is_over(task: TaskStatus) -> bool:
-    """Tell whether a task has ended, or the scheduler no longer knows it."""
+    """Tell whether a task has ended or the scheduler has forgotten it."""
     return task.state.ended or task.state is TaskState.UNKNOWN
 
 
 def pieces(due: Sequence[int], limits: Limits, room: int, sharing: int = 1) -> Iterator[list[int]]:
     """Cut ascending task numbers into arrays, within the limits on indexes and size and the room in the queue.
 
-    So many share a place in the queue; the last, fewer than these, are a job of their own.
+    `sharing` tasks take one place in the queue; a remainder becomes a job of its own.
     """
     span = (MANY if limits.highest_task is None else limits.highest_task) + 1
     most = max(1, min(limits.job_tasks or MANY, room)) * sharing
@@ -405,13 +403,13 @@ def pieces(due: Sequence[int], limits: Limits, room: int, sharing: int = 1) -> I
 
 
 def _for_member(report: TaskStatus, number: int) -> TaskStatus:
-    """Return the report of a group for one of its tasks."""
+    """Return the report of a shared job as that of one of its tasks."""
     out, err = (log_beside(path, number - report.task) for path in (report.stdout, report.stderr))
     return replace(report, task=number, stdout=out, stderr=err)
 
 
 def by_itself(report: TaskStatus, word: Word, sharing: int) -> TaskStatus:
-    """Return the report of a task that ran beside others: where its group only failed, how it ended itself."""
+    """Return the report of one task of a shared job; if the job failed, with the task's own exit code."""
     report = replace(report, peak_rss_bytes=None, gpu_bytes=None, cpu_s=report.cpu_s and report.cpu_s / sharing)
     if report.state not in GROUP_FAILED or word.exit_code is None:
         return report
@@ -419,9 +417,9 @@ def by_itself(report: TaskStatus, word: Word, sharing: int) -> TaskStatus:
 
 
 def highest_figures(stage: StageStatus, tasks: set[int]) -> dict[int, dict[str, float]]:
-    """Return for each of these tasks the highest memory that its processes reported, and the mean use of its GPUs.
+    """Return each task's highest memory over its processes and the mean use of its GPUs.
 
-    The use is missing where no process could measure it.
+    The use is missing if no process could measure it.
     """
     found: dict[int, dict[str, float]] = {}
     looks = Counter[int]()

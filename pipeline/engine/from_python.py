@@ -20,7 +20,7 @@ from safetensors import safe_open
 from pipeline.command_line import Command
 from pipeline.config.load import find_config, read_config
 from pipeline.engine.lifecycle import cancel as end
-from pipeline.engine.lifecycle import foresee, opened_run
+from pipeline.engine.lifecycle import cancellation_of, opened_run
 from pipeline.engine.submission import Wanted, checked, create, followed, read_submission, refuse_failed, start
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.journal.budget import spending_of_run
@@ -104,7 +104,7 @@ def cancel(config: Place, run: str | None = None) -> dict[str, Any]:
     """Cancel a run, as `pipeline cancel --yes` does, and return its status; finished work is kept."""
     folder, _, executor, seen = opened_run(_run(config, run), "cancel")
     with executor:
-        end(folder, seen, executor, foresee(seen, executor, None), None)
+        end(folder, seen, executor, cancellation_of(seen, executor, None), None)
     return _status_of(folder)
 
 

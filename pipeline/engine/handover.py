@@ -1,8 +1,8 @@
-"""Visits: supervisors that are jobs. A visit first submits the next one, which begins when this one is over.
+"""Visits: supervisors that are jobs. A visit first submits its successor, which starts when the visit has ended.
 
-So however a visit ends, the next one comes. A visit that has done its work lets the next one wait for the jobs of
-tasks; one that ends the run cancels it. A visit claims its number by creating a file exclusively. The highest number
-owns the run: a visit that finds a higher one submits nothing more.
+So the run continues even if a visit is killed. A visit that has finished makes its successor wait for the jobs of
+tasks; a visit that ends the run cancels its successor. A visit claims its number by creating a file exclusively. The
+highest number owns the run: a visit that finds a higher number submits nothing more.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STOPPED_CODE = 130  # of a run that a user stopped
-LATER_S = 600  # when the next visit begins where it waits for no job
+LATER_S = 600  # start of the next visit if there is no job to wait for
 
 
 def claim_visit(folder: RunFolder, number: int) -> int:
-    """Claim the visit of that number, or the first free one after it; return its number."""
+    """Claim a visit number: this one, or the first free one after it."""
     claimant = f"{socket.gethostname()} {os.getpid()} {own_job()}\n"
     with writing_run(folder.claims):
         while not create_claim(folder.claims / f"{number:06d}", claimant):
@@ -51,7 +51,7 @@ def claim_visit(folder: RunFolder, number: int) -> int:
 
 
 def own_job() -> JobId:
-    """Return the id of the supervisor job that this process is; empty elsewhere, also in another job."""
+    """Return the job id if this process is a supervisor job, else an empty text."""
     return os.environ.get("SLURM_JOB_ID", "") if SUPERVISE in own_name().split("-") else ""
 
 
@@ -61,7 +61,7 @@ def own_name() -> str:
 
 
 def refuse_elsewhere(folder: RunFolder, status: RunStatus, executor: Executor, verb: str) -> None:
-    """Refuse to act on a run whose jobs another cluster has, which cannot be seen or ended from here."""
+    """Refuse a run whose jobs are on another cluster: they can be neither seen nor cancelled from here."""
     if status.cluster and status.state not in ENDED and (what := status.elsewhere(executor.cluster)):
         gone = f"or, if that cluster no longer exists: rm -r {shlex.quote(str(folder.path))}"
         remedy = Command.of(verb, folder.name, then=f"   (on a login node of {status.cluster}), {gone}")
@@ -69,7 +69,7 @@ def refuse_elsewhere(folder: RunFolder, status: RunStatus, executor: Executor, v
 
 
 class NextVisit:
-    """The job of the visit after this one."""
+    """The job of the next visit."""
 
     def __init__(
         self,
@@ -83,12 +83,12 @@ class NextVisit:
         """Take the number of this visit as `number`."""
         self._folder, self._config, self._executor, self._run, self._emit = folder, config, executor, run, emit
         self._number = number + 1
-        self.job: JobId = ""  # empty until it is known to be in the queue
+        self.job: JobId = ""  # empty until it is in the queue
 
     def submit(self) -> None:
-        """Submit it, unless it is in the queue: this visit may have begun before, or another one may have submitted it.
+        """Submit it, unless an earlier start of this visit, or another visit, has done so.
 
-        It begins when this job is over; where this is no job, in ten minutes.
+        It starts when this job has ended; in ten minutes if this process is not a job.
         """
         own = own_job()
         if self.job:
@@ -105,22 +105,22 @@ class NextVisit:
         self._emit(EventKind.SUCCESSOR, jobs=[*names], names=[*names.values()])
 
     def release(self, live: Sequence[JobId]) -> None:
-        """Let it begin when these jobs have ended, off the nodes that failed.
+        """Let it start when these jobs have ended, on nodes that did not fail.
 
-        Another one takes its place where it was cancelled meanwhile, or where the site forbids changes of jobs.
+        Submit a replacement if it was cancelled meanwhile, or if the site forbids changing jobs.
         """
         self.submit()
         visit = self._visit(after_any=tuple(live), begin_s=0 if live else LATER_S)
         name = self._run.names.get(self.job, "")
         if not self._reschedule(visit):
-            before, name = self.job, f"{visit.tag}.again"  # by the old name the accounting still has the first
+            before, name = self.job, f"{visit.tag}.again"  # the accounting still lists the first under its name
             self.job = self._executor.submit(replace(visit, tag=name))
-            with suppress(SubmissionRefused):  # it finds this one then, and submits no further
+            with suppress(SubmissionRefused):  # if it runs all the same, it finds this one in the queue
                 self._executor.cancel([before])
         self._emit(EventKind.HANDED_OVER, jobs=[self.job], names=[name])
 
     def _reschedule(self, visit: Job) -> bool:
-        """Change its job in the queue; return whether it is there and could be changed."""
+        """Update its job in the queue; return False if it is gone or cannot be changed."""
         if not self._executor.queued([self.job]):
             return False
         try:
@@ -138,7 +138,7 @@ class NextVisit:
 
 
 def supervisor_job(folder: RunFolder | None, config: Config, visit: str) -> Job:
-    """Return the job of a visit; without a folder, one to show or to ask the scheduler about."""
+    """Return the job of a visit; without a folder, a sample for `--dry-run` and `doctor`."""
     wanted = config.cluster.supervisor
     return Job(
         name=SUPERVISE,

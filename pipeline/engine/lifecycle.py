@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     Opened: TypeAlias = tuple[RunFolder, Config, Executor, RunStatus]
 
-DECIDES_WITHIN_S, LOOK_EVERY_S = 60.0, 0.1  # how long a run that was submitted at the same moment may take to begin
+DECIDES_WITHIN_S, LOOK_EVERY_S = 60.0, 0.1  # how long a run submitted at the same moment may take to begin
 OVER = (State.DONE, State.CANCELLED)  # states of points that cannot be cancelled
 TASKED = ("train", "evaluate", "predict")  # the stages that run the user's own code
 
@@ -65,7 +65,7 @@ def new_run(
 ) -> RunFolder:
     """Create the folder of a run, with the configuration, the code and the typed command frozen in it.
 
-    `beside` is the folder of the user's own modules: those of the task and the reader are frozen, too. `tags` names the
+    `beside` is the folder of the user's modules; those of the task and the reader are frozen, too. `tags` names the
     recipes whose records the run reads. `cache clean` keeps these records while the run is active, even for a run of
     another user, without loading its code.
     """
@@ -84,7 +84,7 @@ def new_run(
             if tags is not None:
                 write_whole(folder.recipes, json.dumps(sorted((kind, tag.hex()) for kind, tag in tags)))
             folder.again.write_text(without_secrets(str(typed or Command.submit(stages[-1]))))
-            write_whole(folder.stages, json.dumps(list(stages)))  # last: with it others see the run
+            write_whole(folder.stages, json.dumps(list(stages)))  # last: it makes the run visible to others
     except JobFailed as error:
         if folder is not None:
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -93,7 +93,7 @@ def new_run(
 
 
 def freeze_own(config: Config, beside: Path | None, *, is_tasked: bool) -> Path | None:
-    """Return the folder of a frozen copy of the user's code, None where there is none; a script stays where it is."""
+    """Freeze the user's code; return the folder, or None without such code. A script is not copied."""
     if is_tasked and config.train.command is not None:
         return beside
     data = config.data
@@ -124,11 +124,11 @@ def scripts(project: Project, plans: Sequence[StagePlan], executor: Executor) ->
     yield "supervise.sbatch", executor.script_for(supervisor_job(None, project.config, "1"))
 
 
-def gives_way(folder: RunFolder, config: Config, stages: Sequence[str], only: Only = EVERYTHING) -> RunFolder | None:
-    """Look again once a new run is visible, so that two equal submissions at once run once.
+def joins_double(folder: RunFolder, config: Config, stages: Sequence[str], only: Only = EVERYTHING) -> RunFolder | None:
+    """Look for a double again when a new run is visible, so that of two equal submissions only one runs.
 
-    Both runs are visible before either looks, so one of two sees the other. The run with the later name is removed,
-    unless it has begun. Return or refuse as `refuse_double` does.
+    Both runs are visible before either looks, so at least one sees the other. The run with the later name is removed,
+    unless it has begun. Return or raise as `refuse_double` does.
     """
     try:
         same = refuse_double(config, stages, only, new=folder)
@@ -141,13 +141,13 @@ def gives_way(folder: RunFolder, config: Config, stages: Sequence[str], only: On
 
 
 def _withdraw(new: RunFolder) -> None:
-    """Remove a run that has not begun; without its list of stages no process counts it as a run."""
+    """Remove a run that has not begun: first its list of stages, which makes it a run."""
     new.stages.unlink(missing_ok=True)
     shutil.rmtree(new.path, ignore_errors=True)
 
 
-def _went(later: RunFolder) -> bool:
-    """Wait until a run that was submitted at the same moment has begun or is withdrawn; tell whether it is."""
+def _is_withdrawn(later: RunFolder) -> bool:
+    """Wait until a run that was submitted at the same moment has begun or is withdrawn."""
     wait_for(lambda: not later.stages.exists() or any(later.claims.glob("*")), DECIDES_WITHIN_S, LOOK_EVERY_S)
     return not later.stages.exists()
 
@@ -155,27 +155,27 @@ def _went(later: RunFolder) -> bool:
 def refuse_double(
     config: Config, stages: Sequence[str], only: Only = EVERYTHING, *, new: RunFolder | None = None
 ) -> RunFolder | None:
-    """Return an active run that does exactly this; raise SubmissionRefused for one that does it in another way."""
+    """Return an active run with the same work and settings; raise SubmissionRefused if its settings differ."""
     for folder in filterfalse(has_ended, reversed(runs_in(config.cluster.runs))):
-        with suppress(FileNotFoundError):  # withdrawn while it is looked at
+        with suppress(FileNotFoundError):  # it was withdrawn meanwhile
             if (new is None or folder.name != new.name) and _is_double(folder, config, stages, new):
                 return _joined(folder, config, stages, only)
     return None
 
 
 def _is_double(folder: RunFolder, config: Config, stages: Sequence[str], new: RunFolder | None) -> bool:
-    """Tell whether a run goes on that makes the same records."""
+    """Tell whether an active run makes the same records."""
     if not _has_same_work(folder, config) or _only_looks(stages) != _only_looks(json.loads(folder.stages.read_text())):
         return False
     if not view(folder).goes_on:
         return False
-    return new is None or folder.name < new.name or not _went(folder)
+    return new is None or folder.name < new.name or not _is_withdrawn(folder)
 
 
 def _joined(folder: RunFolder, config: Config, stages: Sequence[str], only: Only) -> RunFolder:
-    """Return a run that makes the same records if it does exactly this; else raise SubmissionRefused."""
+    """Return this run, whose records are the same, if its settings are, too; else raise SubmissionRefused."""
     is_part = set(stages) <= set(json.loads(folder.stages.read_text()))
-    is_confined = folder.only.exists() or not only.is_all  # to a list of what to do, and perhaps to another
+    is_confined = folder.only.exists() or not only.is_all  # to the records of a damage list
     if is_part and not is_confined and folder.config.read_text() == dump_resolved(config):
         return folder
     what = f"run {folder.name} already processes this data set with the same settings"
@@ -183,16 +183,16 @@ def _joined(folder: RunFolder, config: Config, stages: Sequence[str], only: Only
 
 
 def _only_looks(stages: Sequence[str]) -> bool:
-    """Tell whether a run leaves the cache unchanged, and so may run at the same time as one that changes it."""
+    """Tell whether a run leaves the cache unchanged, so that it may run next to others."""
     return all(name == StageName.VALIDATE for name in stages)
 
 
 def _has_same_work(folder: RunFolder, config: Config) -> bool:
-    """Tell whether a run makes the same records: its settings differ at most in where it runs and on what resources."""
+    """Tell whether a run makes the same records: only its `cluster` settings may differ."""
     try:
         text = folder.config.read_text()
         with suppress(ConfigError):  # written by a later version
-            text = dump_resolved(from_resolved(text))  # settings that are newer than the run get their defaults
+            text = dump_resolved(from_resolved(text))  # new settings get their defaults
         frozen = json.loads(text)
     except (OSError, ValueError):
         return False
@@ -213,7 +213,7 @@ def _trainings(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def refuse_others(folder: RunFolder, verb: str) -> None:
-    """Refuse a verb to everyone but the owner of a run, who owns its jobs and files."""
+    """Refuse a verb to anyone but the owner of a run."""
     if not is_mine(folder.path):
         owner = user_name(folder.path.stat().st_uid)
         what = f"run {folder.name} belongs to {owner}, and only {owner} can {verb} it"
@@ -233,20 +233,20 @@ def opened_run(folder: RunFolder, verb: str) -> Opened:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """The jobs and processes that cancelling a run, or one stage of it, ends."""
+    """The jobs and processes that cancelling a run or a stage would end."""
 
     jobs: tuple[JobId, ...]
     tasks: int  # that have not ended
     supervisors: tuple[JobId, ...]
-    process: int  # the supervisor's on this machine, 0 where there is none
+    process: int  # the supervisor's pid on this machine; 0: none
 
     @property
     def empty(self) -> bool:
         return not (self.jobs or self.supervisors or self.process)
 
 
-def foresee(status: RunStatus, executor: Executor, stage: str | None) -> Cancellation:
-    """Return what cancelling would end; for a single stage only its jobs, which its supervisor then judges."""
+def cancellation_of(status: RunStatus, executor: Executor, stage: str | None) -> Cancellation:
+    """Find what cancelling would end; of a single stage only its jobs, which its supervisor then judges."""
     stages = [row for row in status.stages.values() if stage in (None, row.name)]
     queued = executor.queued([*(job for row in stages for job in row.live), *status.successors])
     live = [(row, job) for row in stages for job in row.live if job in queued]
@@ -260,7 +260,7 @@ def foresee(status: RunStatus, executor: Executor, stage: str | None) -> Cancell
 
 def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cancellation, stage: str | None) -> None:
     """Cancel a run or a stage: supervisors first, so that none retries a cancelled task."""
-    for job in reversed(what.supervisors):  # the next visit before the one at work, whose end would begin it
+    for job in reversed(what.supervisors):  # the next visit first: the end of the present one would start it
         executor.cancel([job])
     if what.process and status.has_process:
         with suppress(ProcessLookupError, PermissionError):
@@ -278,8 +278,8 @@ def cancel(folder: RunFolder, status: RunStatus, executor: Executor, what: Cance
     ledger.close()
 
 
-def points_to_end(status: RunStatus, points: Sequence[str], wanted: Sequence[str]) -> dict[int, str]:
-    """Return the tasks and names of wanted points that are not over; raise where there is none, or a name is wrong."""
+def points_to_cancel(status: RunStatus, points: Sequence[str], wanted: Sequence[str]) -> dict[int, str]:
+    """Return the unfinished tasks of these points, by number; raise if there are none or a name is wrong."""
     if not points:
         what, remedy = f"run {status.name} is not a sweep and has no points", Command.of("cancel", status.name)
         raise ConfigError(what, where="--point", remedy=remedy)
@@ -298,9 +298,9 @@ def points_to_end(status: RunStatus, points: Sequence[str], wanted: Sequence[str
 
 
 def cancel_points(folder: RunFolder, config: Config, executor: Executor, tasks: Sequence[int]) -> None:
-    """Record that these tasks of a sweep are cancelled by hand, and end them.
+    """Record that a user cancels these tasks of a sweep, and end them.
 
-    It is recorded first: a supervisor that submits one meanwhile ends it, and any that runs on this machine.
+    It is recorded first: a supervisor that submits one of them meanwhile ends it, and those that run on its machine.
     """
     ledger = Ledger(folder, f"cancel-{socket.gethostname()}-{os.getpid()}")
     why = f"cancelled by {user_name(os.getuid())} on {socket.gethostname()}"

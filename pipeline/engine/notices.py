@@ -1,4 +1,4 @@
-"""Notifies people: when a stage ends, and when jobs wait for something that does not pass by itself."""
+"""Notifies people when a stage ends, and when jobs wait for something that needs a person."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SENDMAIL = ("/usr/sbin/sendmail", "/usr/lib/sendmail")
 
 
 def notify_of_waits(run: RunView, wanted: NotifySection, emit: Callable[..., None]) -> None:
-    """Record and report the waits that have begun since the last look, and those that are over."""
+    """Record and report the waits that have begun or ended since the last look."""
     if run.queue.tasks is None:  # the queue does not answer
         return
     folder, status, found, now = run.folder, run.status, run.stuck, round(time.time(), 3)
@@ -43,7 +43,7 @@ def notify_of_waits(run: RunView, wanted: NotifySection, emit: Callable[..., Non
 
 
 def notify(wanted: NotifySection, folder: RunFolder, stage: str, state: str, message: str) -> None:
-    """Run the command and send the mail by which the configuration wants people notified."""
+    """Run `cluster.notify.command` and send the configured mail."""
     message = message or f"{stage} of run {folder.name} is {state}"
     if wanted.command:
         _run([*wanted.command, folder.name, stage, state, message], "")

@@ -1,22 +1,22 @@
 """Decides what to do about a failed task: a pure function of its attempts and of the cluster's limits.
 
-Memory that the kernel ended  → more of it, up to the largest node; then halves, or one thing at a time where ranks
-                                share what has no halves; then the item is left out. A script gets smaller batches
-                                at the largest node, and where it was far below its limit.
-A GPU's memory                → smaller batches, which change no result; then halves; then the item is left out.
-A time limit                  → finished work is kept: continue if it made progress, with more time if there is more.
-A node, preemption, no word   → again, on another node (avoid_bad_nodes); after two preemptions without progress, in
-                                a partition without preemption, if one is listed.
-A signal of unknown origin    → retry one item at a time; twice on the same thing: that is left out.
-Anything else                 → the stage ends with the cause.
+out of host memory   retry with more memory, up to the largest node; then split the task (tasks that ranks share cannot
+                     be split: retry one item at a time); then skip the item. A script gets smaller batches on the
+                     largest node, or if it was far below its limit.
+out of GPU memory    retry with smaller batches, which change no result; then split; then skip the item.
+time limit           continue from finished work; with more time, if the partition allows more.
+node, preemption,    retry on another node (avoid_bad_nodes); after two preemptions without progress, in a listed
+unknown end          partition without preemption.
+unexplained signal   retry one item at a time; skip an item that is in work at two deaths.
+anything else        fail the stage with the cause.
 
-A training is one task: it is never split, and one thing at a time makes other numbers of it. So it is begun again as it
-was, until it has died twice without coming further.
+A training is a single task. It is never split, and one item at a time would change its numbers. So it is retried
+unchanged until it has died twice without progress.
 
-Where a task may go to several partitions, what there is to get is what any of them gives: with more memory or time than
-its own has it moves to the first that holds it, never to one that is not listed.
+A task with several partitions to choose from may get what any of them offers: for more memory or time than its present
+partition has, it moves to the first that has enough, never to an unlisted one.
 
-Attempts are bounded only while nothing progresses.
+The number of attempts is limited only while the task makes no progress.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import RunStatus
 
 
-GROWTH = 2  # of memory and time: few attempts matter more than a tight fit, which the next run has from the peaks
+GROWTH = 2  # of memory and time: large, for few attempts; the next run plans from the measured peaks
 ROUND_BYTES = 64 << 20
 MOST_SHRINKS = 6
-ASSUMED_NODES = 5  # where the number of nodes is unknown
-FEW_NODES = 3  # that a job keeps off, even where they are more than half of all
+ASSUMED_NODES = 5  # if the number of nodes is unknown
+FEW_NODES = 3  # may be excluded even if they are more than half of all
 RECOVERS_S = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Retry:
     """Try the task again."""
 
     ask: Ask
@@ -56,7 +56,7 @@ class Again:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Replace the task by two of half the size."""
+    """Replace the task by its two halves."""
 
     ask: Ask
     why: str
@@ -64,7 +64,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class LeaveOut:
-    """Try again without the items that killed the task."""
+    """Retry without the items that killed the task."""
 
     names: tuple[str, ...]
     reason: Reason
@@ -79,71 +79,70 @@ class GiveUp:
     why: str
 
 
-Decision: TypeAlias = Again | Split | LeaveOut | GiveUp
+Decision: TypeAlias = Retry | Split | LeaveOut | GiveUp
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """The limits of the cluster, and what matters of the task."""
+class Situation:
+    """What `decide` needs besides the attempts: limits of the cluster and facts about the task."""
 
     limits: Limits
     items: int  # of the task
-    tries: int  # attempts that may come no further
-    is_read_once: bool = False  # by a reader from beginning to end: nothing can be left out, nor is anything kept
-    is_whole: bool = False  # a training: it has no halves, and its numbers are of all items, put together as they were
-    is_shared: bool = False  # by ranks, each on items of its own: it has no halves, but items may be left out
-    places: tuple[Candidate, ...] = ()  # the partitions that it may go to, the first choice first
+    tries: int  # attempts without progress before it gives up
+    is_read_once: bool = False  # a reader's scan: cannot skip items or keep partial work
+    is_whole: bool = False  # a training: cannot be split, and must keep its items and batches
+    is_shared: bool = False  # among ranks with items of their own: cannot be split, but may skip items
+    places: tuple[Candidate, ...] = ()  # the partitions that it may use, the best first
     nodes: int = 1  # of the task
-    has_batches: bool = False  # of a script: with smaller ones it takes less of the host's memory
+    has_batches: bool = False  # a script whose batches can shrink, which also saves host memory
 
 
-def decide(history: Sequence[Attempt], means: Means) -> Decision:
+def decide(history: Sequence[Attempt], situation: Situation) -> Decision:
     """Return what to do after the last of the attempts at a task."""
-    if not means.places:
-        return _decide(history, means)
+    if not situation.places:
+        return _decide(history, situation)
     ask = history[-1].ask
-    limits = reach(means.places, ask.mem_bytes, ask.time_s, means.limits)
-    decision = _decide(history, replace(means, limits=limits))
-    return decision if isinstance(decision, GiveUp) else _placed(decision, history, means)
+    limits = reach(situation.places, ask.mem_bytes, ask.time_s, situation.limits)
+    decision = _decide(history, replace(situation, limits=limits))
+    return decision if isinstance(decision, GiveUp) else _placed(decision, history, situation)
 
 
-def _placed(decision: Again | Split | LeaveOut, history: Sequence[Attempt], means: Means) -> Decision:
-    """Return a decision with the partition for what it asks for: the present one while that holds it."""
-    ask, now, places = decision.ask, history[-1].ask.partition, means.places
+def _placed(decision: Retry | Split | LeaveOut, history: Sequence[Attempt], situation: Situation) -> Decision:
+    """Add the partition to a decision: the present one if it has enough, else the first that has."""
+    ask, now, places = decision.ask, history[-1].ask.partition, situation.places
     if _keeps_making_room(history):
-        holding = [place for place in places if not place.refuses(ask.mem_bytes, ask.time_s, means.nodes)]
+        holding = [place for place in places if not place.refuses(ask.mem_bytes, ask.time_s, situation.nodes)]
         places = tuple(place for place in holding if not place.limits.preempts) or places
-    where = choose(places, ask.mem_bytes, ask.time_s, nodes=means.nodes, stay=now)
+    where = choose(places, ask.mem_bytes, ask.time_s, nodes=situation.nodes, stay=now)
     if where == now:
         return decision
     return replace(decision, ask=replace(ask, partition=where), why=f"{decision.why}, in {where}, not {now}")
 
 
 def _keeps_making_room(history: Sequence[Attempt]) -> bool:
-    """Tell whether the last attempts were preempted, twice without coming further."""
+    """Tell whether the task was preempted twice without progress."""
     return len(history) > 1 and not progressed(history) and all(end.cause is Cause.PREEMPTED for end in history[-2:])
 
 
-def _decide(history: Sequence[Attempt], means: Means) -> Decision:
-    """Return what to do within some limits."""
+def _decide(history: Sequence[Attempt], situation: Situation) -> Decision:
     last = history[-1]
     if last.cause is Cause.HOST_OOM:
-        return _after_host_oom(history, means)
+        return _after_host_oom(history, situation)
     if last.cause is Cause.GPU_OOM:
-        return _after_gpu_oom(history, means)
+        return _after_gpu_oom(history, situation)
     if last.cause is Cause.TIMEOUT:
-        return _after_timeout(history, means)
-    if last.cause is Cause.INTERRUPTED and not progressed(history):  # it was interrupted without progress
-        return _after_timeout(history, means)
+        return _after_timeout(history, situation)
+    if last.cause is Cause.INTERRUPTED and not progressed(history):
+        return _after_timeout(history, situation)
     if last.cause is Cause.CRASHED:
-        return _after_crash(history, means)
+        return _after_crash(history, situation)
     if last.cause in AGAIN:
-        return _bounded(history, means, Again(last.ask, AGAIN[last.cause]))
+        return _bounded(history, situation, Retry(last.ask, AGAIN[last.cause]))
     return GiveUp("not retried")
 
 
 def restarts_in_job(history: Sequence[Attempt]) -> bool:
-    """Tell whether a training goes on in its job: the last start was ended by no fault of a node, and came further."""
+    """Tell whether a training restarts within its job: its processes crashed after progress, on a healthy node."""
     return history[-1].cause is Cause.CRASHED and progressed(history)
 
 
@@ -162,77 +161,77 @@ def more_memory(ask: Ask, peak_bytes: int | None, limits: Limits) -> int:
     return min(rounded, limits.mem_bytes) if limits.mem_bytes else rounded
 
 
-def _after_host_oom(history: Sequence[Attempt], means: Means) -> Decision:
+def _after_host_oom(history: Sequence[Attempt], situation: Situation) -> Decision:
     last = history[-1]
-    grown = more_memory(last.ask, last.peak_rss_bytes, means.limits)
-    is_far = GROWTH * (last.peak_rss_bytes or last.ask.mem_bytes) < last.ask.mem_bytes  # what it wanted was huge
-    if means.has_batches and (is_far or grown <= last.ask.mem_bytes):
-        return _after_gpu_oom(history, means)
+    grown = more_memory(last.ask, last.peak_rss_bytes, situation.limits)
+    is_far = GROWTH * (last.peak_rss_bytes or last.ask.mem_bytes) < last.ask.mem_bytes  # one huge request
+    if situation.has_batches and (is_far or grown <= last.ask.mem_bytes):
+        return _after_gpu_oom(history, situation)
     if grown > last.ask.mem_bytes:
-        return Again(replace(last.ask, mem_bytes=grown), f"retry with {mebibytes(grown)} of memory")
-    return _smaller(history, means, f"it does not fit into {mebibytes(last.ask.mem_bytes)}, the maximum")
+        return Retry(replace(last.ask, mem_bytes=grown), f"retry with {mebibytes(grown)} of memory")
+    return _smaller(history, situation, f"it does not fit into {mebibytes(last.ask.mem_bytes)}, the maximum")
 
 
-def _after_gpu_oom(history: Sequence[Attempt], means: Means) -> Decision:
+def _after_gpu_oom(history: Sequence[Attempt], situation: Situation) -> Decision:
     last = history[-1]
     if last.ask.shrink < MOST_SHRINKS:
-        return Again(replace(last.ask, shrink=last.ask.shrink + 1), "retry with half the batch size")
-    return _smaller(history, means, "its smallest batch does not fit")
+        return Retry(replace(last.ask, shrink=last.ask.shrink + 1), "retry with half the batch size")
+    return _smaller(history, situation, "its smallest batch does not fit")
 
 
-def _after_timeout(history: Sequence[Attempt], means: Means) -> Decision:
-    last, longest_s = history[-1], means.limits.time_s
+def _after_timeout(history: Sequence[Attempt], situation: Situation) -> Decision:
+    last, longest_s = history[-1], situation.limits.time_s
     grown_s = min(GROWTH * last.ask.time_s, longest_s) if longest_s else GROWTH * last.ask.time_s
-    if grown_s > last.ask.time_s and stuck(history) < means.tries:
-        return Again(replace(last.ask, time_s=grown_s), f"continues with {grown_s // 60} min")
+    if grown_s > last.ask.time_s and stuck(history) < situation.tries:
+        return Retry(replace(last.ask, time_s=grown_s), f"continues with {grown_s // 60} min")
     if progressed(history):
-        return Again(last.ask, "continues where it stopped")
-    if means.is_whole and last.cause is Cause.INTERRUPTED:  # it may have been preempted while it began
-        return _bounded(history, means, Again(last.ask, "retry: it was stopped before it made progress"))
+        return Retry(last.ask, "continues where it stopped")
+    if situation.is_whole and last.cause is Cause.INTERRUPTED:  # perhaps preempted while it started
+        return _bounded(history, situation, Retry(last.ask, "retry: it was stopped before it made progress"))
     tried = f"after {stuck(history)} attempts (cluster.supervisor.tries)"
     most = f"{last.ask.time_s // 60} min, {tried if grown_s > last.ask.time_s else 'the maximum'}"
-    if means.is_whole or means.is_shared:
+    if situation.is_whole or situation.is_shared:
         return GiveUp(f"no progress in {most}")
-    if means.items > 1:
+    if situation.items > 1:
         return Split(last.ask, f"split in halves: no progress in {most}")
     return GiveUp(f"one item takes longer than {most}")
 
 
-def _after_crash(history: Sequence[Attempt], means: Means) -> Decision:
+def _after_crash(history: Sequence[Attempt], situation: Situation) -> Decision:
     last = history[-1]
-    if means.is_read_once:
-        again = _bounded(history, means, Again(last.ask, "retry from the start"))
+    if situation.is_read_once:
+        again = _bounded(history, situation, Retry(last.ask, "retry from the start"))
         return replace(again, why=f"{again.why}; it was processing {last.on[0]}") if last.on else again
-    if means.is_whole and (len(history) < 2 or progressed(history)):
-        return Again(replace(last.ask, careful=False), "retry from its last checkpoint")
+    if situation.is_whole and (len(history) < 2 or progressed(history)):
+        return Retry(replace(last.ask, careful=False), "retry from its last checkpoint")
     culprit = _culprit(history)
     if len(culprit) == 1:
-        before = _after_crash(history[:-1], means) if len(history) > 2 else None
+        before = _after_crash(history[:-1], situation) if len(history) > 2 else None
         if isinstance(before, LeaveOut) and before.names == culprit:
             return GiveUp(f"it died on {culprit[0]} again although that item was skipped")
         what = f"without {culprit[0]}: it died on that item twice"
         return LeaveOut(culprit, Reason.KILLED_ITS_TASK, replace(last.ask, careful=False), what)
     why = "retry one item at a time" if last.on else "again"
-    return _bounded(history, means, Again(replace(last.ask, careful=bool(last.on)), why))
+    return _bounded(history, situation, Retry(replace(last.ask, careful=bool(last.on)), why))
 
 
-def _smaller(history: Sequence[Attempt], means: Means, why: str) -> Decision:
-    """Return what to do when no more memory can be given: split the task, leave out an item, or give up."""
+def _smaller(history: Sequence[Attempt], situation: Situation, why: str) -> Decision:
+    """Decide when no more memory is available: split the task, skip an item, or give up."""
     last, culprit = history[-1], _culprit(history)
-    if means.is_whole or means.is_read_once:
+    if situation.is_whole or situation.is_read_once:
         return GiveUp(why)
     if not last.on:
         return GiveUp(f"{why}, and it fails to start")
-    if len(culprit) == 1 or means.items == 1:
+    if len(culprit) == 1 or situation.items == 1:
         names, ask = culprit or last.on, replace(last.ask, careful=False)
         return LeaveOut(names, Reason.DOES_NOT_FIT, ask, f"without {', '.join(names)}: {why}")
-    if means.is_shared:
-        return _bounded(history, means, Again(replace(last.ask, careful=True), f"retry one item at a time: {why}"))
+    if situation.is_shared:
+        return _bounded(history, situation, Retry(replace(last.ask, careful=True), f"retry one item at a time: {why}"))
     return Split(last.ask, f"split in halves: {why}")
 
 
 def _culprit(history: Sequence[Attempt]) -> tuple[str, ...]:
-    """Return the items that all of the last attempts, at least two, were on when they died in the same way."""
+    """Return the items in work at the latest deaths, two or more, with the same cause."""
     last, names = history[-1], tuple[str, ...]()
     for attempt in history[-2::-1]:
         both = tuple(name for name in names or last.on if name in attempt.on)
@@ -242,16 +241,16 @@ def _culprit(history: Sequence[Attempt]) -> tuple[str, ...]:
     return names
 
 
-def _bounded(history: Sequence[Attempt], means: Means, decision: Decision) -> Decision:
+def _bounded(history: Sequence[Attempt], situation: Situation, decision: Decision) -> Decision:
     """Return the decision, or GiveUp after too many attempts without progress."""
     count = stuck(history)
-    if count >= means.tries:
+    if count >= situation.tries:
         return GiveUp(f"{count} attempts made no progress; the last: {history[-1].reason}")
     return decision
 
 
 def progressed(history: Sequence[Attempt]) -> bool:
-    """Tell whether the last attempt came further than all before it."""
+    """Tell whether the last attempt finished more than all before it."""
     return history[-1].done > max((attempt.done for attempt in history[:-1]), default=0)
 
 
@@ -275,8 +274,8 @@ def bad_nodes(tasks: Iterable[TaskRecord]) -> tuple[str, ...]:
 def avoid_bad_nodes(run: RunStatus, executor: Executor, job: Job) -> Job:
     """Return a job that excludes the nodes that failed in this run.
 
-    Where more than half of the nodes failed (and more than a few), or too few are left, something else may be wrong:
-    then it excludes none and begins a minute later.
+    If more than half of the nodes (and more than a few) have failed, or too few are left, something else may be
+    wrong: then the job excludes no node and starts a minute later.
     """
     if not (bad := bad_nodes(task for stage in run.stages.values() for task in stage.work.values())):
         return job

@@ -1,9 +1,9 @@
-"""Decides in a job whether the processes of a training start again there, once one of them has died or hangs.
+"""Decides whether a training restarts its processes within its job after one of them has died or hangs.
 
-Whoever started them asks this when all have ended: the job's script under Slurm, the task's first process on one
-machine. So there is one answer for all nodes, and none of an earlier start can meet those of the next, whose name for
-their meeting is another. They go on from the newest checkpoint. The decision is `repair.restarts_in_job`; where it is
-no, the attempt ends, and the supervisor repairs it as any other.
+The job script (Slurm) or the first process of the task (one machine) asks this after all ranks have ended. So all
+nodes get the same answer. Each start has its own rendezvous name: a late process of an earlier start cannot join the
+next. The ranks continue from the newest checkpoint. `repair.restarts_in_job` decides. If it says no, the attempt ends
+and the supervisor repairs it like any other.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 def restarts(folder: RunFolder, ledger: Ledger, facts: Mapping[str, Any], code: int, spent_s: float, log: str) -> bool:
-    """Tell whether a task's processes, which ended with a code, start again in their job, and record it if so.
+    """Tell whether a task whose processes exited with `code` restarts them in its job; if so, record the restart.
 
-    `facts` are the stage, the task and the attempt, `spent_s` is what is used up of the job's time limit.
+    `facts` are the stage, the task and the attempt; `spent_s` is the used part of the job's time limit.
     """
     stage, number = facts["stage"], facts["task"]
     if stage != StageName.TRAIN:
         return False
     status, now = StatusReader(folder).read().stages[stage], time.time()
     task = status.task(number)
-    if (ask := task.ask) is None:  # the file system does not show yet what was submitted
+    if (ask := task.ask) is None:  # the file system does not show the submission yet
         return False
     figures, ranks = highest_figures(status, {number}).get(number, {}), status.jobs[task.job or ""].ranks
     peak_bytes, job = ranks * int(figures.get("host_peak_bytes", 0)) or None, task.job or ""

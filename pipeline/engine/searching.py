@@ -1,7 +1,7 @@
-"""Moves a search on: records how its trials ended, and asks for the next ones.
+"""Advances a search: records how its trials ended, and asks optuna for the next ones.
 
-A trial is in the ledger, with its settings, before its task is submitted. Its plan and its share are written before
-that: where a kill comes between, the next visit asks for the same trial and writes them again.
+The plan and the share of a trial are written first, then its settings go into the ledger, then its task is submitted.
+After a kill in between, the next visit asks for the same trial and writes its files again.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ LOOK_AGAIN_S = 0.5
 
 
 class Search:
-    """A stage that searches; all of its state is in the ledger."""
+    """The search of a stage; the ledger holds all of its state."""
 
     def __init__(self, folder: RunFolder, executor: Executor, emit: Callable[..., None]) -> None:
         self._folder, self._executor, self._emit = folder, executor, emit
 
     def advance(self, project: Project, stage: Stage, status: StageStatus) -> bool:
-        """Record the trials that have ended, and ask for those that are due; tell whether there are new tasks."""
+        """Record the trials that have ended and add the due ones; return whether there are new tasks."""
         before = len(status.work)
         while True:
             for trial in [trial for trial in status.asked.values() if trial.state is State.RUNNING]:
@@ -75,7 +75,7 @@ class Search:
         self._emit(EventKind.TRIAL_ASKED, stage=stage.name, **plain(trial), counts=counts, job=job)
 
     def _ended(self, project: Project, status: StageStatus, trial: Trial) -> Trial | None:
-        """Return a trial as it ended; None where it goes on."""
+        """Return the outcome of a trial; None if it still runs."""
         task = None if trial.task is None else status.task(trial.task)
         if task is not None and (task.job or (task.open and not task.given_up)):
             return None
@@ -100,14 +100,14 @@ class Search:
 
 
 def _refuse_untrained(asked: Sequence[Trial]) -> None:
-    """Raise for a search of which no trial can be trained."""
+    """Raise if no trial of the search can be trained."""
     if all(trial.state is State.INFEASIBLE for trial in asked):
         what = f"none of {len(asked)} trials can be trained, such as {asked[0].name}: {asked[0].why}"
         raise PlanInfeasible(what, where=SPACE)
 
 
 def awaited(status: StageStatus) -> list[JobId]:
-    """Return the jobs that end before there is anything to do: of a search, that which its next trial waits for."""
+    """Return the jobs to wait for: all of a stage; of a search, the one that its next trial waits for."""
     running = [trial.task for trial in status.asked.values() if trial.state is State.RUNNING and trial.task is not None]
     if not running or len(status.asked) >= status.search["trials"]:
         return status.live

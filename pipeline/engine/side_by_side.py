@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from pipeline.journal.attempts import TaskRecord
     from pipeline.journal.run_folder import RunFolder
 
-LOOK_EVERY_S = 1.0  # which reads from the ledger what was cancelled by hand
+LOOK_EVERY_S = 1.0  # how often the ledger is read for cancelled tasks
 ERR = ".err"
 
 
 def run_side_by_side(words: Sequence[str], folder: RunFolder, arguments: argparse.Namespace) -> int:
-    """Run the tasks of a group; return 75 where one has more to do, else the highest exit code."""
+    """Run the tasks of a group; return 75 if any has more to do, else the highest exit code."""
     tasks, status, stage = parse_ranges(arguments.beside), StatusReader(folder), arguments.stage
     first = tasks.index(arguments.task)
     group = tasks[first : first + arguments.sharing]
@@ -47,7 +47,7 @@ def run_side_by_side(words: Sequence[str], folder: RunFolder, arguments: argpars
     resources = table.stage(stage, config).resources(config)
     line = f"tasks {', '.join(map(str, due))} run side by side{mps_note() if resources.gpus else ''}"
     print(line, file=sys.stderr, flush=True)  # noqa: T201 - a task's stderr is its log
-    env = {**os.environ, **dict.fromkeys(THREADS, str(resources.cpus))}  # as many as each would have alone
+    env = {**os.environ, **dict.fromkeys(THREADS, str(resources.cpus))}  # each gets its own cpus, as if it were alone
     workers = StartedProcesses()
     for forwarded in FORWARDED:
         signal.signal(forwarded, workers.forward)
@@ -60,7 +60,7 @@ def run_side_by_side(words: Sequence[str], folder: RunFolder, arguments: argpars
     def have_ended() -> bool:
         for number, worker in zip(due, workers.processes, strict=True):
             if status.read().stages[stage].task(number).cancelled:
-                worker.terminate()  # unless it has ended
+                worker.terminate()
         return workers.all_ended()
 
     wait_for(have_ended, float("inf"), LOOK_EVERY_S)
@@ -83,7 +83,7 @@ def _own_log(folder: RunFolder) -> str:
 
 
 def mps_note() -> str:
-    """Say whether kernels of several processes overlap on the GPUs of this machine."""
+    """Return a note on MPS: whether kernels of several processes overlap on the GPUs of this machine."""
     folder = Path(os.environ.get(MPS_FOLDER, "/tmp/nvidia-mps"))  # noqa: S108 - NVIDIA's default
     if (folder / "control").exists():
         return f"; MPS is running ({folder}), so that their kernels overlap"

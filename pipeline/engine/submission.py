@@ -1,4 +1,4 @@
-"""Submitting a run: what was asked for, read and checked, planned, and started.
+"""Submission: reads and checks what to run, plans it, and starts the run.
 
 `pipeline submit`, `pipeline cache regenerate`, `pipeline resume` and `pipeline.api` call these functions; they print
 nothing themselves.
@@ -19,7 +19,7 @@ from pipeline.config.load import find_config, from_resolved, read_config, with_s
 from pipeline.dataset.loading import made_table
 from pipeline.dataset.reader_items import unmade
 from pipeline.engine.handover import start_supervisor, supervisor_job
-from pipeline.engine.lifecycle import gives_way, new_run, refuse_double, scripts
+from pipeline.engine.lifecycle import joins_double, new_run, refuse_double, scripts
 from pipeline.engine.supervisor import Supervisor
 from pipeline.errors import ClusterSilent, ConfigError, JobFailed, SubmissionRefused
 from pipeline.journal.budget import Budget, Spending
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from pipeline.stages.jobs import StagePlan
     from pipeline.stages.stage import Stage
 
-    Note = Callable[[str], None]  # takes a line to which the user should pay attention
-    Planning = Callable[[str, str], None]  # takes the stage that is planned now, and words about it
+    Note = Callable[[str], None]  # takes a line that needs the user's attention
+    Planning = Callable[[str, str], None]  # takes the stage that is being planned, and a text about it
 
-NEARLY = 0.9  # of the planned memory, which is cautious, may be asked for without a note
+NEARLY = 0.9  # of the planned memory, which is cautious: a request above this gets no note
 WATCH_EVERY_S = 0.5
-INLINE_S = 5.0  # work that takes longer is left to the first supervisor job
+INLINE_S = 5.0  # longer work is left to the first supervisor job
 
 
 @dataclass(frozen=True)
@@ -72,20 +72,20 @@ class Wanted:
     sweep: Sequence[str] | None = None
     sweep_file: Path | None = None
     prune: str | None = None
-    dry: bool = False  # nothing is submitted
+    dry: bool = False  # submit nothing
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A project and the stages to run in it; no stages: there is nothing to do."""
+    """A project and the stages to run in it; empty if there is nothing to do."""
 
     project: Project
     stages: list[str]
-    typed: Command  # what to type again to do the missing work
+    typed: Command  # the command that does the missing work
     file: Path | None = None  # the configuration
     dry: bool = False
     only: bool = False
-    note: str = ""  # why it ends before a training
+    note: str = ""  # why no training follows
 
     @property
     def executor(self) -> Executor:
@@ -133,13 +133,13 @@ def read_submission(file: Path | None, sets: Sequence[str], wanted: Wanted) -> S
 
 
 def rest_of(folder: RunFolder, config: Config) -> Submission:
-    """Return what an ended run has left undone, with its configuration and the user's code of then."""
+    """Return a submission of the unfinished stages of an ended run, with its frozen configuration and user code."""
     project = Project.open(config, beside=folder.task_root, strict=True, only=only_of(folder))
     return Submission(project, json.loads(folder.stages.read_text()), folder.command())
 
 
 def refuse(problem: str, option: str, stage: str, more: str = "") -> NoReturn:
-    """Raise for an option that does not go with the others, naming those that do."""
+    """Raise for an option that conflicts with the others."""
     raise ConfigError(problem, where=option, remedy=Command.of(f"submit {stage} {more}"))
 
 
@@ -157,13 +157,13 @@ def _swept(wanted: Wanted) -> tuple[list[str], list[str]]:
 
 
 def _settings_of_model(stage: str, model: str, config: Config) -> dict[str, Any]:
-    """Return what `--model` sets: the stage's checkpoint, and that what is predicted needs no labels."""
+    """Return the settings that `--model` stands for: the checkpoint; for predictions also that labels are optional."""
     if stage not in (StageName.EVALUATE, StageName.PREDICT):
         refuse(f"cannot be combined with stage {stage}", "--model", "predict", f"--model {model}")
     is_unlabelled = stage == StageName.PREDICT and config.data.labels
     place = place_of(config.train.models, model) or weights_file(model)
     if place is not None and place != config.train.models / model:
-        model = str(place)  # whoever goes on with the run may stand elsewhere
+        model = str(place)  # `resume` may run in another folder
     return {f"train.{stage}.checkpoint": model, **({"data.unlabelled": True} if is_unlabelled else {})}
 
 
@@ -183,7 +183,7 @@ def _stages_of(project: Project, wanted: Wanted) -> tuple[Project, list[str]]:
 
 
 def accept_code(project: Project) -> str:
-    """Let the training that differs in nothing but its code go on with the code of today; return its name."""
+    """Let the training that differs only in its code continue with the present code; return its name."""
     if project.config.train.sweep.is_used:
         more = "--set KEY=VALUE --accept-code"
         refuse("accepts code for one training, not for a sweep", "--accept-code", "train", more)
@@ -198,7 +198,7 @@ def accept_code(project: Project) -> str:
 def checked(submission: Submission, planning: Planning, note: Note) -> Iterator[Submission]:
     """Check a submission, with its executor open in the block; a refusal repeats what was typed.
 
-    An unusable source, cache, checkpoint or request is refused here, which would fail in a job later.
+    This refuses unusable sources, caches, checkpoints and requests before they fail in a job.
     """
     config = submission.project.config
     with open_executor(config) as executor:
@@ -250,7 +250,7 @@ def _check(submission: Submission, planning: Planning, note: Note) -> None:
 
 
 def _plan(stage: Stage, project: Project, planning: Planning, note: Note) -> None:
-    """Plan a stage, which may take a while; note why an earlier training is not continued, and which have no plan."""
+    """Plan a stage; note why an earlier training is not continued and which trainings have no plan."""
     trains = project.config.train.task is not None
     if trains and StageName.TRAIN in (stage.name, *stage.needed(project.config)) and (names := unplanned(project)):
         points = f"planning memory of {len(names):,} points…" if stage.are_apart(project.config) else ""
@@ -265,7 +265,7 @@ def _plan(stage: Stage, project: Project, planning: Planning, note: Note) -> Non
 
 
 def create(submission: Submission) -> tuple[RunFolder, bool]:
-    """Write the folder of a run; return it and True, or the active run that does this already and False."""
+    """Write the folder of a run and return it and True; or return the active run that does the same, and False."""
     project, stages = submission.project, submission.stages
     config = project.config
     if submission.only:
@@ -276,12 +276,12 @@ def create(submission: Submission) -> tuple[RunFolder, bool]:
         return same, False
     tags = tags_read(project, stages)
     folder = new_run(config, stages, submission.typed, project.beside, project.only, tags)
-    same = gives_way(folder, config, stages, project.only)
+    same = joins_double(folder, config, stages, project.only)
     return (same, False) if same is not None else (folder, True)
 
 
 def start(folder: RunFolder, executor: Executor, config: Config) -> int:
-    """Start a new run: by a supervisor process, whose pid is returned, or by a first visit, which submits jobs."""
+    """Start a new run: by a supervisor process (return its pid) or by a first visit, which submits jobs."""
     if stays(config):
         return start_supervisor(folder)
     Supervisor(folder, executor).visit(until_s=INLINE_S)

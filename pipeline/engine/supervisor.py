@@ -1,9 +1,9 @@
-"""The supervisor of a run: submits each stage, retries failed tasks, and judges each stage by the content of the store.
+"""The supervisor of a run: submits each stage, retries failed tasks, and judges each stage by the content of the cache.
 
-python -m pipeline.engine.supervisor RUN            stays until the run has ended
-python -m pipeline.engine.supervisor RUN --visit    does what there is to do, and hands over to the next visit
+python -m pipeline.engine.supervisor RUN            supervise until the run has ended
+python -m pipeline.engine.supervisor RUN --visit    do what is due, and hand over to the next visit
 
-All of its state is in the ledger: after any crash the next supervisor goes on from there.
+The ledger holds all of its state: after any crash the next supervisor continues from there.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STEP_S, CLUSTER_STEP_S = 0.1, 2.0  # between looks at the ledger
+STEP_S, CLUSTER_STEP_S = 0.1, 2.0  # between two reads of the ledger
 LISTEN_EVERY_S = 0.2
 PATIENCE_S, VISIT_POLL_S = 30.0, 1.0
-MOST_UNFINISHED = 5  # visits in a row; then the next one is submitted only once something was done
+MOST_UNFINISHED = 5  # unfinished visits in a row; then the next one is submitted only after some work
 PASSING = (ClusterSilent, QueueFull)
 FAILURES_SHOWN = 3
-TROUBLESHOOTING = "docs/how-to/troubleshooting.md"  # which has an entry for every cause
+TROUBLESHOOTING = "docs/how-to/troubleshooting.md"  # has an entry for every cause
 NOT_FINITE_ENTRY = "nan"  # its entry for a loss or a gradient that is not finite
 KEPT = "   (finished work is kept)"
 
@@ -85,7 +85,7 @@ class SupervisorStopped(BaseException):
 
 
 class TakenOver(BaseException):
-    """Another supervisor has begun a later visit, and owns the run now."""
+    """A later visit owns the run now."""
 
 
 class Supervisor:
@@ -109,18 +109,18 @@ class Supervisor:
         self.search = Search(folder, executor, self._emit)
         self.next = NextVisit(folder, self.config, executor, self.status, self.number, self._emit)
         self.until, self.is_visit, self.is_job, self.is_crowded = math.inf, False, False, False
-        self.at: Stage | None = None  # the stage at work
-        self.census: dict[str, Any] | None = None  # its, once it was judged
+        self.at: Stage | None = None  # the current stage
+        self.census: dict[str, Any] | None = None  # the result of the current stage, once it is judged
 
     def run(self) -> None:
         """Stay until the run has ended."""
         self._guarded(self._stay)
 
     def visit(self, patience_s: float = 0.0, until_s: float = math.inf) -> bool:
-        """Do what there is to do now, and hand over; return whether the run has ended.
+        """Do what is due now, and hand over; return whether the run has ended.
 
-        `patience_s` is how long to wait until the scheduler tells how jobs ended that have left the queue. After
-        `until_s` no other stage is begun: that is left to the next visit.
+        Wait up to `patience_s` for the scheduler to report how jobs ended that have left the queue. After `until_s`
+        no other stage is begun: the next visit does that.
         """
         if self.status.state in ENDED:
             return True
@@ -142,7 +142,7 @@ class Supervisor:
         return True
 
     def _poll(self, patience_s: float = 0.0) -> Sequence[TaskStatus]:
-        """Return the state of all live jobs' tasks; wait so long for the end of jobs that have left the queue."""
+        """Return the state of all live tasks; wait up to `patience_s` for the end of jobs that have left the queue."""
         until, live = time.monotonic() + patience_s, self._live()
         self.executor.step(0)
         while (left_s := until - time.monotonic()) > 0:
@@ -154,18 +154,18 @@ class Supervisor:
         return self.executor.status(live)
 
     def _leave(self) -> bool:
-        """Let the next visit begin when the jobs have ended."""
+        """Make the next visit start when the jobs have ended."""
         self._refuse_if_taken_over()
         self.next.release([job for status in self.status.stages.values() for job in awaited(status)])
         return False
 
     def _refuse_if_taken_over(self) -> None:
-        """Raise TakenOver where another supervisor owns the run."""
+        """Raise TakenOver if another supervisor owns the run."""
         if last_claim(self.folder.claims) > self.number:
             raise TakenOver
 
     def _guarded(self, work: Callable[[], bool]) -> bool:
-        """Do the work of a supervisor; an error that ends the run is recorded before it is raised."""
+        """Do the work of a supervisor; record an error that ends the run before raising it."""
         try:
             self._begin()
             ended = work()
@@ -198,7 +198,7 @@ class Supervisor:
         return ended
 
     def _fail(self, error: BaseException) -> None:
-        """Record an error as the end of the run and of its stage; cancel the jobs, whose work the next run repeats."""
+        """Record an error as the end of the run and of its stage; cancel its jobs."""
         text, code = f"a bug: {type(error).__name__}: {error}", 1
         if isinstance(error, PipelineError):
             error.in_project(self.again)
@@ -217,7 +217,7 @@ class Supervisor:
             log.warning("jobs %s continue: %s", ", ".join(jobs), error)
 
     def _begin(self) -> None:
-        """Record that this process is the supervisor, and take over the jobs of the one before it."""
+        """Record that this process is the supervisor, and take over the jobs of the last one."""
         if self.is_job and self.status.unfinished < MOST_UNFINISHED:
             self.next.submit()
         pid = os.getpid()
@@ -255,7 +255,7 @@ class Supervisor:
 
     def _open(self, stage: Stage) -> StageStatus:
         """Begin a stage: plan the missing work, and submit it."""
-        self.watch(self.reader)  # planning can take minutes, in which it is to be seen
+        self.watch(self.reader)  # shows the stage while it is planned, which can take minutes
         planned = plan_stage(self.project, stage, self.executor, self.folder)
         self._emit(EventKind.STAGE_SUBMITTED, stage=stage.name, **planned.to_json())
         status = self.status.stages[stage.name]
@@ -269,7 +269,7 @@ class Supervisor:
         """Record the tasks that have ended, and submit what is due."""
         self._end_cancelled(status)
         over = self.dispatch.of_tasks(status, filter(is_over, changed))
-        self._listen(status, over)
+        self._await_reports(status, over)
         ended = self.dispatch.collect(self.project, stage, status, over)
         self._catch_up()
         if self._too_many_rejected(stage, status):
@@ -277,18 +277,18 @@ class Supervisor:
         elif ended or not status.live:
             self._send(stage, status)
 
-    def _listen(self, status: StageStatus, over: Sequence[TaskStatus]) -> None:
-        """Wait a while for the reports of tasks that have completed."""
+    def _await_reports(self, status: StageStatus, over: Sequence[TaskStatus]) -> None:
+        """Wait a while for the workers' reports on tasks that have ended."""
 
-        def is_heard() -> bool:
+        def are_there() -> bool:
             self._catch_up()
-            return not self.dispatch.unheard(status, over)
+            return not self.dispatch.lacks_reports(status, over)
 
-        if self.dispatch.unheard(status, over):
-            wait_for(is_heard, self.config.cache.visibility_s, LISTEN_EVERY_S)
+        if self.dispatch.lacks_reports(status, over):
+            wait_for(are_there, self.config.cache.visibility_s, LISTEN_EVERY_S)
 
     def _send(self, stage: Stage, status: StageStatus) -> None:
-        """Submit what is due, as much as the queue takes; raise where another supervisor has taken over."""
+        """Submit as many due tasks as the queue takes; raise if another supervisor has taken over."""
         self._refuse_if_taken_over()
         if self.is_visit:
             self.next.submit()
@@ -305,13 +305,13 @@ class Supervisor:
         self._end_cancelled(status)
 
     def _end_cancelled(self, status: StageStatus) -> None:
-        """End the tasks that were cancelled by hand and are under way: submitted before that was known, or here."""
+        """End running tasks that a user has cancelled."""
         for job in status.live:
             if groups := status.cancelled_groups(job):
                 self._cancel([job], groups)
 
     def _judge(self, stage: Stage, status: StageStatus) -> None:
-        """End a stage: judge it by the content of the store, never by the reports of its tasks."""
+        """End a stage: judge it by the content of the cache, never by the reports of its tasks."""
         hopeless = status.waiting or any(task.open for task in status.work.values())  # waiting longer does not help
         patience_s = 0.0 if hopeless else self.config.cache.visibility_s
         if not stage.only_looks:
@@ -328,7 +328,7 @@ class Supervisor:
         self.at = None
 
     def _index(self, stage: Stage, *, is_accepted: bool) -> None:
-        """Update the indexes and describe the recipe; as results do not need either, a failure is only logged."""
+        """Update the indexes and describe the recipe; only log a failure, as no result needs them."""
         try:
             if is_accepted and stage.kinds:
                 for recipe in stage.recipes(self.project):
@@ -338,7 +338,7 @@ class Supervisor:
         update_indexes(self.project.cache, {*stage.kinds, RECIPES})
 
     def _trouble(self, stage: Stage, status: StageStatus) -> StageTrouble:
-        """Return which tasks of a stage failed for good, and what helps."""
+        """Return which tasks of a stage failed for good, and the command that helps."""
         open_ = [task for task in status.work.values() if task.open]
         given_up = [task.last for task in open_ if task.last]
         limits, planned_bytes = status.limits or Limits(), stage.mem_bytes(self.project) if given_up else 0
@@ -358,7 +358,7 @@ class Supervisor:
         return table.too_many(_rejected(status), status.items, self.config.data.max_rejected_fraction)
 
     def _catch_up(self) -> None:
-        """Apply the events that other processes wrote, and show the run to who watches it."""
+        """Apply the events of other processes; update the display."""
         self.reader.read()
         self.watch(self.reader)
 
@@ -374,7 +374,7 @@ class Supervisor:
         notify(self.config.cluster.notify, self.folder, stage.name, state.value, error)
 
     def _end(self, state: State, error: str, exit_code: int) -> None:
-        """Record how the run ended, and close its ledger; a visit that comes all the same sees that it has ended."""
+        """Record how the run ended, close its ledger and cancel the next visit."""
         if self.executor.outlives:
             notify_of_waits(RunView(self.folder, self.status), self.config.cluster.notify, self._emit)
         self._emit(EventKind.RUN_ENDED, state=state.value, error=error, exit_code=exit_code)
@@ -385,12 +385,12 @@ class Supervisor:
 
 
 def _rejected(status: StageStatus) -> int:
-    """Return how many items are rejected so far, as a stage's tasks tell."""
+    """Return the number of items that the tasks have rejected so far."""
     return status.reasons.total() + status.refused
 
 
 def _describe(stage: StageStatus, tasks: Sequence[TaskRecord]) -> list[str]:
-    """Return lines about failed tasks: the first few with cause and log, then how many more."""
+    """Describe failed tasks: the first few with cause and log, then the number of the others."""
     lines = []
     failures = [(task, task.last) for task in tasks if task.last]
     for task, attempt in failures[:FAILURES_SHOWN]:
@@ -406,13 +406,13 @@ def _describe(stage: StageStatus, tasks: Sequence[TaskRecord]) -> list[str]:
 
 
 def _page() -> str:
-    """Return the path of the troubleshooting page; its relative name where the run's frozen code has no copy."""
+    """Return the path of the troubleshooting page, or its name if the frozen code has no copy."""
     page = shipped(TROUBLESHOOTING)
     return str(page) if page.is_file() else TROUBLESHOOTING
 
 
 def _reason(attempt: Attempt) -> tuple[str, str]:
-    """Return why an attempt failed, and what its error says to type next, which is empty where it says nothing."""
+    """Return why an attempt failed, and the command that its error suggests, if any."""
     if attempt.cause is not Cause.REFUSED:
         return attempt.reason, ""
     reason, _, remedy = attempt.reason.partition("\n  next: ")
@@ -422,7 +422,7 @@ def _reason(attempt: Attempt) -> tuple[str, str]:
 def _remedy(
     stage: Stage, failures: Sequence[Attempt], again: Command, planned_bytes: int, limits: Limits
 ) -> Command | str:
-    """Return what to try next: what an error says, or the command with more memory or time for a task at its limit."""
+    """Return what to try next: the command of an error, or the run's with more memory or time."""
     for attempt in failures:
         if remedy := _reason(attempt)[1]:
             return remedy

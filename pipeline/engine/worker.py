@@ -1,9 +1,9 @@
-"""What a job executes: one task of one stage of a run.
+"""Runs one task of one stage: the process that a job starts.
 
 python -m pipeline.engine.worker RUN STAGE TASK [--attempt N --mem BYTES --shrink K --careful]
 
-A task with several GPUs starts this again as one process for each of them, with --part. With --ended it does no work
-and says whether the processes of a training that have ended start again in their job.
+A task with several GPUs starts this module once for each GPU, with --part. With --ended it does no work: it prints
+whether the job script should restart the processes of a training.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class TaskStopped(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """Ask for another start where the time limit is near; without progress the supervisor has to raise the limit.
+        """Return GO_ON (restart me) near the time limit, or as killed by SIGTERM if nothing progressed.
 
-        After a cancellation or preemption the scheduler decides whether to start it again.
+        After a cancellation or preemption the scheduler decides whether to restart the task.
         """
         if self.number == signal.SIGTERM:
             return SIGNALLED + self.number
@@ -88,7 +88,7 @@ def main(words: Sequence[str]) -> int:
         signal.signal(number, _stop)
     arguments = _parse(words)
     folder = RunFolder(Path(arguments.run))
-    if arguments.beside:  # none of these starts again in its job
+    if arguments.beside:  # tasks that share a job are never restarted in it
         return run_side_by_side(words, folder, arguments) if arguments.ended is None else 0
     place, node = _place(arguments), NodePlace.of(os.environ)
     writer = f"{arguments.stage}-{arguments.task:06d}" + (
@@ -97,9 +97,9 @@ def main(words: Sequence[str]) -> int:
     facts: dict[str, Any] = {"stage": arguments.stage, "task": arguments.task, "attempt": arguments.attempt}
     ledger = Ledger(folder, writer)
     if arguments.ended is not None:
-        return _say_again(folder, ledger, facts, arguments.ended, arguments.spent)
+        return _answer_job_script(folder, ledger, facts, arguments.ended, arguments.spent)
     try:
-        # It reports for the whole task: no other process of ours started it
+        # The leader reports for the whole task
         leads = node.number == 0 if place is None else place.rank == 0 and not arguments.part
         if leads:
             ledger.emit(EventKind.TASK_STARTED, **facts, host=socket.gethostname())
@@ -120,7 +120,7 @@ def main(words: Sequence[str]) -> int:
             return _start_processes(folder, ledger, facts, launch, node)
         if stage.together:
             for number in FORWARDED:
-                signal.signal(number, _hear)
+                signal.signal(number, _note_signal)
         if arguments.lent is not None:
             os.environ[VISIBLE] = arguments.lent
         with closing(GpuSampler.of_environment()) as gpus:
@@ -166,12 +166,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _record_end(ledger: Ledger, facts: dict[str, Any], what: str, exit_code: int, trouble: str) -> None:
-    """Record that a task is not done, and why, if the disk still takes it."""
+    """Record that and why a task failed, if the disk is not full."""
     _record_if_possible(ledger, EventKind.TASK_FAILED, **facts, what=what, exit_code=exit_code, trouble=trouble)
 
 
 def _record_if_possible(ledger: Ledger, kind: EventKind, **data: Any) -> None:
-    """Record an event; a full disk under the run changes no exit code and is reported in the log."""
+    """Record an event; on a full disk only log the error, so that the exit code stays."""
     try:
         ledger.emit(kind, **data)
     except PipelineError as refused:
@@ -179,7 +179,7 @@ def _record_if_possible(ledger: Ledger, kind: EventKind, **data: Any) -> None:
 
 
 def failure_kind(error: BaseException | None) -> str:
-    """Return which resource ran out, by an error and its causes: gpu_oom, host_oom, disk_full, node, or empty."""
+    """Classify an error and its causes: gpu_oom, host_oom, disk_full, node, or empty."""
     while error is not None:
         if type(error).__name__ == "OutOfMemoryError":  # torch's; it may never have been imported here
             return "gpu_oom"
@@ -194,10 +194,10 @@ def failure_kind(error: BaseException | None) -> str:
 
 
 class News:
-    """Records the progress of a task in the ledger, at most twice a second, and the items that it rejects."""
+    """Records the progress of a task and the items that it rejects in the ledger."""
 
     def __init__(self, ledger: Ledger, facts: dict[str, Any], gpus: GpuSampler | None = None) -> None:
-        self._ledger, self._facts, self._gpus, self._told_s = ledger, facts, gpus, 0.0
+        self._ledger, self._facts, self._gpus, self._recorded_s = ledger, facts, gpus, 0.0
         self._rejected = Counter[str]()
         self.done = 0
 
@@ -211,8 +211,8 @@ class News:
         if reason is not None:
             self._rejected[reason.value] += 1
 
-    def tell(self, kind: EventKind, report: TaskReport) -> None:
-        """Record how far the task is, its figures and warnings; that it is done must be recorded."""
+    def record(self, kind: EventKind, report: TaskReport) -> None:
+        """Record the count of items, the figures and the warnings; raise only if a finished task cannot be recorded."""
         of_gpus = self._gpus.figures() if self._gpus else {}
         measured = {"host_peak_bytes": highest_resident_bytes(), **of_gpus, **report.figures}
         about = {**self._facts, "done": self.done, "rejected": dict(self._rejected), "figures": measured}
@@ -224,14 +224,14 @@ class News:
             self._ledger.emit(kind, **about)
 
     def catch_up(self) -> None:
-        """Record that this start has come further than the one before it, and what it took to come there."""
+        """Record that this start has passed the progress of the last one, and how long that took."""
         _record_if_possible(self._ledger, EventKind.CAUGHT_UP, **self._facts, lost_s=round(time.time() - BEGAN, 3))
 
     def go_on(self, report: TaskReport) -> None:
-        """Record progress, unless that was done a moment ago."""
-        if time.monotonic() - self._told_s > PROGRESS_EVERY_S:
-            self.tell(EventKind.PROGRESS, report)
-            self._told_s = time.monotonic()
+        """Record progress, at most twice a second."""
+        if time.monotonic() - self._recorded_s > PROGRESS_EVERY_S:
+            self.record(EventKind.PROGRESS, report)
+            self._recorded_s = time.monotonic()
 
 
 def work_through(
@@ -244,26 +244,27 @@ def work_through(
     *,
     leads: bool = True,
 ) -> None:
-    """Do a task; progress goes to the ledger, and what it works on to a note that survives any kill."""
+    """Do a task; write its progress to the ledger, and the items in work to a note that survives any kill."""
 
-    def turn_to(names: Sequence[str]) -> None:
-        note.write(news.done or int(tell.report.figures.get(script_stage.PROGRESS, 0)), names)
-        if script_stage.PROGRESS in tell.report.figures or ITEMS_READ in tell.report.figures:  # yields only at its end
-            news.go_on(tell.report)
+    def note_items(names: Sequence[str]) -> None:
+        figures = context.report.figures
+        note.write(news.done or int(figures.get(script_stage.PROGRESS, 0)), names)
+        if script_stage.PROGRESS in figures or ITEMS_READ in figures:  # such a task yields only at its end
+            news.go_on(context.report)
 
     place = place or RankPlace(0, 1)
     with closing(Note(folder.on(arguments.stage, arguments.task, place.rank), arguments.attempt)) as note:
-        tell = TaskContext(
+        context = TaskContext(
             refuse=news.refuse,
-            on=turn_to,
-            ending=lambda: _heard.number,
+            on=note_items,
+            ending=lambda: _stop_signal.number,
             mem_bytes=arguments.mem,
             shrink=arguments.shrink,
             careful=arguments.careful,
             attempt=arguments.attempt,
             place=place,
         )
-        outcomes, behind = stage.work(project, folder, arguments.task, tell), note.done_before
+        outcomes, behind = stage.work(project, folder, arguments.task, context), note.done_before
         try:
             with closing(outcomes):  # closing it publishes finished work
                 for reason in outcomes:
@@ -272,27 +273,27 @@ def work_through(
                     if 0 < behind < news.done:
                         behind = 0
                         news.catch_up()
-                    news.go_on(tell.report)
+                    news.go_on(context.report)
         except script_stage.Ended as ended:
-            if ended.code == GO_ON:  # where a script that saves reports no step, a later attempt is progress
+            if ended.code == GO_ON:  # a script that saves but reports no step: count attempts as steps
                 note.write(ended.step or arguments.attempt * ended.further, ())
-            news.tell(EventKind.PROGRESS, tell.report)
+            news.record(EventKind.PROGRESS, context.report)
             raise
-        except RankLost:  # it is another that died on what it was on
+        except RankLost:  # the items in work killed another process, not this one
             note.write(news.done, ())
             raise
-        if tell.report.ended_by:
-            news.tell(EventKind.PROGRESS, tell.report)
-            TaskStopped.came_further = tell.report.moved
-            raise TaskStopped(tell.report.ended_by)
+        if context.report.ended_by:
+            news.record(EventKind.PROGRESS, context.report)
+            TaskStopped.came_further = context.report.moved
+            raise TaskStopped(context.report.ended_by)
         note.write(news.done, ())
-    news.tell(EventKind.TASK_FINISHED if leads else EventKind.PROGRESS, tell.report)
+    news.record(EventKind.TASK_FINISHED if leads else EventKind.PROGRESS, context.report)
 
 
 def _start_processes(
     folder: RunFolder, ledger: Ledger, facts: dict[str, Any], launch: Callable[[], int], node: NodePlace
 ) -> int:
-    """Start a process for each GPU of this node and wait for all; of one node, those of a training may start again."""
+    """Run a process for each GPU of this node; a training on one node may restart its processes."""
     from pipeline.engine.restart import restarts
 
     began = time.monotonic()
@@ -300,12 +301,12 @@ def _start_processes(
         if node.nodes > 1 or not restarts(folder, ledger, facts, code, time.monotonic() - began, OWN_LOG):
             return code
     if node.number == 0:
-        ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # its processes report their own
+        ledger.emit(EventKind.TASK_FINISHED, **facts, done=0, rejected={}, figures={})  # its processes report figures
     return 0
 
 
-def _say_again(folder: RunFolder, ledger: Ledger, facts: dict[str, Any], code: int, spent_s: float) -> int:
-    """Tell the script of a job of Slurm whether to start the task's processes again."""
+def _answer_job_script(folder: RunFolder, ledger: Ledger, facts: dict[str, Any], code: int, spent_s: float) -> int:
+    """Print `again` if the Slurm job script should restart the processes of the task."""
     from pipeline.engine.restart import restarts
 
     log = folder.logs / f"{os.environ.get('SLURM_ARRAY_JOB_ID')}_{os.environ.get('SLURM_ARRAY_TASK_ID')}.err"
@@ -315,7 +316,7 @@ def _say_again(folder: RunFolder, ledger: Ledger, facts: dict[str, Any], code: i
 
 
 def _place(arguments: argparse.Namespace) -> RankPlace | None:
-    """Return the place of this process among those of its task; None where it is the only one, or starts the others."""
+    """Return the rank of this process; None if it is the only process of its task or starts the others."""
     if arguments.part:
         return RankPlace.parse(arguments.part, arguments.meeting, NodePlace.of(os.environ).nodes)
     is_together = table.known_stage(arguments.stage).together
@@ -323,18 +324,18 @@ def _place(arguments: argparse.Namespace) -> RankPlace | None:
 
 
 @dataclass(slots=True)
-class _Heard:
-    """The last signal that asked a rank to end, 0 for none; training looks at it between its steps."""
+class _StopSignal:
+    """The last signal that asked this rank to stop (0: none); training checks it between steps."""
 
     number: int = 0
 
 
-_heard = _Heard()
+_stop_signal = _StopSignal()
 
 
-def _hear(number: int, _frame: FrameType | None) -> None:
-    """Remember a signal, for the work to end at its next safe point."""
-    _heard.number = number
+def _note_signal(number: int, _frame: FrameType | None) -> None:
+    """Remember a signal; the work stops at its next safe point."""
+    _stop_signal.number = number
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

@@ -52,32 +52,32 @@ AT_ONCE = 256  # graphs whose sequences are looked up together
 KEY = np.dtype(f"V{KEY_BYTES}")
 
 
-def join_ranks(project: Project, folder: RunFolder, prepared: Prepared, tell: TaskContext) -> Ranks:
+def join_ranks(project: Project, folder: RunFolder, prepared: Prepared, context: TaskContext) -> Ranks:
     """Return this process among its ranks, on the device that it has."""
     from pipeline.training.ranks.process_group import join_process_group
     from pipeline.training.ranks.rank_monitor import HangLimits
 
-    place = tell.place
+    place = context.place
     device = take_device(project, place.local_rank, prepared)
-    _look_at_node(project, folder, prepared, tell, device)
+    _look_at_node(project, folder, prepared, context, device)
     hang_s = float(project.config.train.hang)
     limits = HangLimits(hang_s=hang_s, slow_s=max(2 * hang_s, 3600.0))
     return join_process_group(place, folder.meetings, device=device, limits=limits, sharded=prepared.sharded)
 
 
-def _look_at_node(project: Project, folder: RunFolder, prepared: Prepared, tell: TaskContext, device: str) -> None:
+def _look_at_node(project: Project, folder: RunFolder, prepared: Prepared, context: TaskContext, device: str) -> None:
     """Check the node, the first rank on it also what all use; say what is wrong, or raise to leave it."""
     from pipeline.training.ranks.node_health import cautions, defects, may_get_another_node
 
     folder.meetings.mkdir(exist_ok=True)
-    host_bytes = 0 if tell.place.local_rank else prepared.mem_bytes
+    host_bytes = 0 if context.place.local_rank else prepared.mem_bytes
     wrong = "; ".join(defects(device, host_bytes, prepared.reserved_bytes))
     if wrong and project.config.cluster.train.unfit_node == "leave" and may_get_another_node():
         remedy = Command.submit("train").with_settings(("cluster.train.unfit_node", "warn"))
-        raise NodeUnfit(f"{tell.place.host} {UNFIT}: {wrong}", where="cluster.train.unfit_node", remedy=remedy)
+        raise NodeUnfit(f"{context.place.host} {UNFIT}: {wrong}", where="cluster.train.unfit_node", remedy=remedy)
     for what in (*cautions(device, folder.meetings), *filter(None, [wrong])):
-        log_line(f"WARNING: {tell.place.host}: {what}")
-        tell.report.warnings[what] = f"{tell.place.host}: {what}"
+        log_line(f"WARNING: {context.place.host}: {what}")
+        context.report.warnings[what] = f"{context.place.host}: {what}"
 
 
 def take_device(project: Project, local_rank: int, prepared: Prepared) -> str:
@@ -120,15 +120,15 @@ def staged(
     project: Project,
     tables: Callable[[], Sequence[ItemTable]],
     ranks: Ranks,
-    tell: TaskContext,
+    context: TaskContext,
     say: Callable[[str], None],
 ) -> Project:
     """Copy what these items need to the node's own disk, and return the project as this node is to read it."""
     if project.config.cache.stage is None or is_reader(project.config):  # whose files are not in the cache
         return project
-    place = tell.place
+    place = context.place
     with ranks.patient("staging"):
-        folder = _Stager(project, tables(), ranks, tell, say).stage() if place.local_rank == 0 else ""
+        folder = _Stager(project, tables(), ranks, context, say).stage() if place.local_rank == 0 else ""
         replies = ranks.exchange({"host": place.host, "folder": folder})  # which waits for all nodes
     folder = next((reply["folder"] for reply in replies if reply["host"] == place.host and reply["folder"]), "")
     return replace(project, cache=project.cache.behind(CacheFolder(Path(folder)))) if folder else project
@@ -141,7 +141,7 @@ class _Stager:
     project: Project
     tables: Sequence[ItemTable]
     ranks: Ranks
-    tell: TaskContext
+    context: TaskContext
     say: Callable[[str], None]
     begun: float = 0.0
     reported: float = 0.0
@@ -172,7 +172,7 @@ class _Stager:
         finally:
             staging.finish()
             took_s = time.monotonic() - self.begun
-            self.tell.report.figures |= {"staged_bytes": float(staging.bytes), "staged_s": took_s}
+            self.context.report.figures |= {"staged_bytes": float(staging.bytes), "staged_s": took_s}
         kinds = ", ".join(f"{count:,} of {kind}" for kind, count in staging.records.items())
         rest = "" if staging.is_whole else f"; the rest is read from {self.project.cache.root}"
         return (
@@ -224,7 +224,7 @@ class _Stager:
         if now - self.reported > TELL_EVERY_S:
             self.reported = now
             self.ranks.progress("staging")
-        return now - self.begun < WITHIN_S and not self.tell.ending()
+        return now - self.begun < WITHIN_S and not self.context.ending()
 
 
 def _texts(embeddings: Embeddings, graph: Record) -> Iterable[Text]:

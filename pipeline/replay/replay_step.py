@@ -327,9 +327,9 @@ def replay_here(
 def _job(case: ReplayCase, work: Work, device: str) -> Job:
     """Return the training job of that rank, on this device."""
     bundle = case.bundle
-    tell = TaskContext(lambda _key, _reason, _detail: None, careful=bool(bundle.state.get("careful")))
-    nobody = Apart(-1, 1)  # no rank: it writes nothing into the model's folder
-    job: Job = job_of(case.project, case.folder, case.prepared, tell, nobody, device=device)
+    context = TaskContext(lambda _key, _reason, _detail: None, careful=bool(bundle.state.get("careful")))
+    alone = Apart(-1, 1)  # no rank: it writes nothing into the model's folder
+    job: Job = job_of(case.project, case.folder, case.prepared, context, alone, device=device)
     ranks, choice = Apart(bundle.rank, bundle.world), _choice(case.prepared)
 
     def made(begin: Callable[[nn.Module], None]) -> Step:

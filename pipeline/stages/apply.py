@@ -316,17 +316,17 @@ class ApplyStage(Stage):
     def recipe(self, project: Project) -> Mapping[str, Any]:
         return training_recipe(project)
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
+    def work(self, project: Project, folder: RunFolder, task: int, context: TaskContext) -> Outcomes:
         """Apply the model, as one of its ranks."""
         use = self.use(project)
         applied, share = read_plain(folder.plan(self.name), Application), self._share(use, folder, task)
         if share is not None and self.is_done(use.project, applied):  # this task ended after it had told the others
             return
-        with closing(join_ranks(use.view, folder, applied.prepared, tell)) as ranks:
-            view = staged(use.view, lambda: [use.items(applied.prepared)], ranks, tell, log_line)
+        with closing(join_ranks(use.view, folder, applied.prepared, context)) as ranks:
+            view = staged(use.view, lambda: [use.items(applied.prepared)], ranks, context, log_line)
             work = Work.of(view.config, beside=project.beside)
             with blamed(work.task):
-                yield from self.apply(self._job(use, view, work, folder, applied, tell, ranks, share))
+                yield from self.apply(self._job(use, view, work, folder, applied, context, ranks, share))
 
     def check(self, project: Project, folder: RunFolder, judged: ModelUse) -> list[str]:  # noqa: ARG002
         """Return remarks."""
@@ -340,7 +340,7 @@ class ApplyStage(Stage):
         work: Work,
         folder: RunFolder,
         applied: Application,
-        tell: TaskContext,
+        context: TaskContext,
         ranks: Ranks,
         share: RowShare | None,
     ) -> ApplyJob:
@@ -379,7 +379,7 @@ class ApplyStage(Stage):
             choose=select,
             parts=lambda chosen: self.parts(use.project, replace(applied, chosen=chosen)),
             ranks=ranks,
-            tell=tell,
+            context=context,
             say=log_line if ranks.rank == 0 else lambda _: None,
             left_out=left_out_items(folder, self.name),
             with_loss=self.with_loss,

@@ -307,14 +307,14 @@ class EmbedStage(Stage):
         """Return the least memory of a GPU: all tasks of a stage go to the same ones."""
         return max(map(_gpu_bytes, self.views(project).values()))
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
+    def work(self, project: Project, folder: RunFolder, task: int, context: TaskContext) -> Outcomes:
         """Embed the sequences of one task, or of one of its processes."""
         shard = worklist.read_shard(folder, self.name, task)
-        project, tell = self.at(project, shard.of), _told_of(shard.of, tell)
+        project, context = self.at(project, shard.of), _told_of(shard.of, context)
         rows_N2 = np.fromfile(folder.order(self.name), np.uint64, 2 * shard.items, offset=16 * shard.start).reshape(
             -1, 2
         )
-        encoding, number, processes = project.encoding, tell.place.rank, tell.place.world
+        encoding, number, processes = project.encoding, context.place.rank, context.place.world
         if processes > 1:
             lengths_N = rows_N2[:, 1].astype(np.int64)
             costs_N = recipe_costs(lengths_N, encoding.recipe, encoding.weights.dim)
@@ -328,14 +328,14 @@ class EmbedStage(Stage):
                 kept = [at for at in range(len(rows_N2)) if name_of(read([at])[0], shard.of) not in barred]
                 rows_N2 = rows_N2[kept]
             todo = Texts(rows_N2[:, 1].astype(np.int64), read)
-            task_bytes = tell.mem_bytes or asked_bytes(project.config.cluster.embed, embed_bytes(project))
-            settings = replace(encoding.settings, mem_bytes=task_bytes // processes, shrink=tell.shrink)
+            task_bytes = context.mem_bytes or asked_bytes(project.config.cluster.embed, embed_bytes(project))
+            settings = replace(encoding.settings, mem_bytes=task_bytes // processes, shrink=context.shrink)
             if not project.config.cluster.embed.gpus:
                 half = WORKING_TOKENS * encoding.weights.dim * 64 // 2  # of a batch, if the memory is as planned
                 keep_freed_memory(kept_bytes(half, half + task_bytes - embed_bytes(project)))
-            if tell.careful:
+            if context.careful:
                 settings = replace(settings, cap=1)
-            yield from embed_texts(todo, encoding.source, encoding.recipe, settings, encoding.shelves, tell)
+            yield from embed_texts(todo, encoding.source, encoding.recipe, settings, encoding.shelves, context)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
         plain = dict(zip(self.views(project), self.recipes(project), strict=True))
@@ -458,9 +458,9 @@ def _order(folder: RunFolder | None) -> Iterator[_Order]:
         yield _Order(file)
 
 
-def _told_of(of: str, tell: TaskContext) -> TaskContext:
+def _told_of(of: str, context: TaskContext) -> TaskContext:
     """Return whom a task tells what it works on, so that what kills one encoder is left to the others."""
-    return replace(tell, on=lambda names: tell.on([f"{name} of {of}" for name in names])) if of else tell
+    return replace(context, on=lambda names: context.on([f"{name} of {of}" for name in names])) if of else context
 
 
 def _group(project: Project) -> int:

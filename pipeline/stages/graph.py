@@ -91,9 +91,9 @@ class GraphStage(Stage):
         """Return the memory of a scanning task, in which graphs may be built as well."""
         return scan_bytes(project.config)
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
+    def work(self, project: Project, folder: RunFolder, task: int, context: TaskContext) -> Outcomes:
         """Build the graphs of one task."""
-        items, graphs = worklist.task_items(folder, self.name, task, tell), project.graphs
+        items, graphs = worklist.task_items(folder, self.name, task, context), project.graphs
         return graph(items, project.recipe, graphs.recipe, graphs.store, project.config.cache.shard_bytes)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:

@@ -72,7 +72,7 @@ class RegenerateStage(Stage):
     def mem_bytes(self, project: Project) -> int:
         return scan_bytes(project.config)
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:  # noqa: ARG002
+    def work(self, project: Project, folder: RunFolder, task: int, context: TaskContext) -> Outcomes:  # noqa: ARG002
         yield from ()  # it has no tasks
 
     def recipe(self, project: Project) -> Mapping[str, Any]:  # noqa: ARG002

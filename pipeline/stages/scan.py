@@ -107,15 +107,15 @@ class ScanStage(Stage):
     def mem_bytes(self, project: Project) -> int:
         return scan_bytes(project.config)
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
+    def work(self, project: Project, folder: RunFolder, task: int, context: TaskContext) -> Outcomes:
         """Scan the items of one task; if the run includes graphs, build them from the structures in memory."""
-        items = worklist.task_items(folder, self.name, task, tell)
+        items = worklist.task_items(folder, self.name, task, context)
         if StageName.GRAPH not in json.loads(folder.stages.read_text()) or not project.config.graph.cache:
-            yield from scan_items(items, project.recipe, project.shelves, refuse=tell.refuse)
+            yield from scan_items(items, project.recipe, project.shelves, refuse=context.refuse)
             return
         with open_writer(project.graphs.store, project.config.cache.shard_bytes) as writer:
             maker = Maker(project.graphs.recipe, project.graphs.store, writer, partial(project.only.names, "graph"))
-            yield from scan_items(items, project.recipe, project.shelves, maker, refuse=tell.refuse)
+            yield from scan_items(items, project.recipe, project.shelves, maker, refuse=context.refuse)
 
     def recipe(self, project: Project) -> Mapping[str, Any]:
         return plain_recipe(project.recipe)
@@ -270,13 +270,15 @@ class ReaderScanStage(Stage):
         data = project.config.data
         return {"reader": data.reader, "options": dict(data.options)}
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:  # noqa: ARG002
+    def work(self, project: Project, folder: RunFolder, task: int, context: TaskContext) -> Outcomes:  # noqa: ARG002
         """Read the data set, once from beginning to end."""
         reader = reader_of(project)
         made = reader_state(project, _settled_digest(reader))
         read_first(reader, TRIED)
         taken, judged = EntriesTaken(), EntriesRead()
-        write_rejections(folder.rejected, _rejections(_telling(reader, tell), taken, judged, project.config.data.limit))
+        write_rejections(
+            folder.rejected, _rejections(_noted(reader, context), taken, judged, project.config.data.limit)
+        )
         if reader_state(project) != made:
             what = "its files changed while being read"
             raise DataError(what, where=str(project.config.data.path), remedy=Command.submit("scan"))
@@ -335,12 +337,12 @@ def _settled_digest(reader: Reader) -> str:
     return digests[0]
 
 
-def _telling(reader: Reader, tell: TaskContext) -> Iterator[Entry | Rejection]:
+def _noted(reader: Reader, context: TaskContext) -> Iterator[Entry | Rejection]:
     """Yield the items, noting now and then which one it is at, in case the process dies."""
     for number, entry in enumerate(reader.entries()):
         if number % TOLD_EVERY == 0 and isinstance(entry, Entry | Rejection):
-            tell.report.figures[ITEMS_READ] = number
-            tell.on([f"item {number + 1:,} ({printable_text(entry.origin or str(entry.id))}) or one soon after it"])
+            context.report.figures[ITEMS_READ] = number
+            context.on([f"item {number + 1:,} ({printable_text(entry.origin or str(entry.id))}) or one soon after it"])
         yield entry
 
 

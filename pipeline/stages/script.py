@@ -104,29 +104,29 @@ class ScriptStage(Stage):
     def starts_on_node(self, config: Config) -> int:
         return starts_on_node(config)
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:  # noqa: ARG002
+    def work(self, project: Project, folder: RunFolder, task: int, context: TaskContext) -> Outcomes:  # noqa: ARG002
         """Run the script, or one of its processes, to its end; raise Ended where it is not done."""
-        config, place = project.config, tell.place
+        config, place = project.config, context.place
         script = script_of(config)
-        micro, accumulation = batches_of(config, tell.shrink)
+        micro, accumulation = batches_of(config, context.shrink)
         with writing_run(folder.meetings):
             folder.meetings.mkdir(exist_ok=True)
         with reserved_port() as port, Peers(place, folder.meetings, port) as peers:
             values = replace(
                 values_of(config, place, micro, accumulation, folder),
-                attempt=tell.attempt,
+                attempt=context.attempt,
                 master_address=peers.address,
                 master_port=peers.port,
             )
             with writing_run(values.output, "train.models"):
                 values.output.mkdir(parents=True, exist_ok=True)
-            if number := tell.ending():
-                tell.report.ended_by = number
+            if number := context.ending():
+                context.report.ended_by = number
                 return
             before = newest_change(values.output)
-            outcome = _run(project, script, values, tell, peers.has_lost)
+            outcome = _run(project, script, values, context, peers.has_lost)
             saved = newest_change(values.output) != before
-            _settle(outcome, peers, tell.ending, saved=saved)
+            _settle(outcome, peers, context.ending, saved=saved)
         yield None
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Scripted:  # noqa: ARG002
@@ -233,14 +233,14 @@ class Ended(Exception):
 
 
 def _run(
-    project: Project, script: Script, values: Values, tell: TaskContext, is_lost: Callable[[], bool]
+    project: Project, script: Script, values: Values, context: TaskContext, is_lost: Callable[[], bool]
 ) -> ScriptOutcome:
     """Run the script; its figures go to the ledger."""
     train, resources = project.config.train, project.config.cluster.train
 
     def hear(figures: Mapping[str, float]) -> None:
-        tell.report.figures.update({FIGURE + name: value for name, value in figures.items()})
-        tell.on(())
+        context.report.figures.update({FIGURE + name: value for name, value in figures.items()})
+        context.on(())
 
     allocator = EXPANDABLE if train.allocator == "expandable" else ""
     outcome = run_script(
@@ -248,12 +248,12 @@ def _run(
         environment=script_environment(script, values, os.environ, threads=resources.cpus, allocator=allocator),
         cwd=project.beside or Path.cwd(),
         tell=hear,
-        mem_bytes=tell.mem_bytes,
+        mem_bytes=context.mem_bytes,
         is_lost=is_lost,
     )
     # Memory is asked for by node: its other processes are assumed to take as much.
     own_bytes = peak_of(resource.getrusage(resource.RUSAGE_SELF))
-    tell.report.figures["host_peak_bytes"] = (outcome.peak_rss_bytes + own_bytes) * starts_on_node(project.config)
+    context.report.figures["host_peak_bytes"] = (outcome.peak_rss_bytes + own_bytes) * starts_on_node(project.config)
     return outcome
 
 

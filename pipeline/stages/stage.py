@@ -171,7 +171,7 @@ class Stage(ABC):
         return 0
 
     @abstractmethod
-    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
+    def work(self, project: Project, folder: RunFolder, task: int, context: TaskContext) -> Outcomes:
         """Do one task, or one process's part of it, yielding the outcome of each item."""
 
     @abstractmethod

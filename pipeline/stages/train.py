@@ -187,7 +187,7 @@ class TrainStage(Stage):
     def recipe(self, project: Project) -> Mapping[str, Any]:
         return training_recipe(project)
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
+    def work(self, project: Project, folder: RunFolder, task: int, context: TaskContext) -> Outcomes:
         """Train, as one of the ranks."""
         shard, trainings = read_shard(folder, self.name, task), read_trainings(folder)
         view = next(view_of(project, training) for training in trainings if training.name == shard.of)
@@ -199,7 +199,7 @@ class TrainStage(Stage):
             settings, grace = view.config.train.validation, project.config.train.sweep.grace
             made = folder_of(view, own)
             prune = MedianStop(made, rivals, settings.monitor, lower=settings.lower_is_better, grace=grace)
-        yield from train_there(view, folder, own, tell, shard.start, prune, sharing=trainings[0].sharing)
+        yield from train_there(view, folder, own, context, shard.start, prune, sharing=trainings[0].sharing)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Trained:  # noqa: ARG002
         """Return the result of each training, by its newest intact checkpoint, every byte of which is read."""
@@ -260,7 +260,7 @@ def train_there(
     project: Project,
     folder: RunFolder,
     prepared: Prepared,
-    tell: TaskContext,
+    context: TaskContext,
     before: int,
     prune: MedianStop | None = None,
     *,
@@ -269,14 +269,14 @@ def train_there(
     """Train as one of the ranks, after the first steps that were done `before`; `prune` may end it early."""
     from pipeline.training.loop.train import train
 
-    ranks = join_ranks(project, folder, prepared, tell)
+    ranks = join_ranks(project, folder, prepared, context)
     try:
         with ranks.patient("claiming the model's folder"):
             claim = _claimed(folder_of(project, prepared), folder) if ranks.rank == 0 else None
         mend = partial(remake_graph, project, folder)
         with nullcontext() if claim is None else closing(claim):
-            project = staged(project, partial(tables_of, project, prepared), ranks, tell, log_line)
-            job = replace(job_of(project, folder, prepared, tell, ranks, mend), prune=prune, claim=claim)
+            project = staged(project, partial(tables_of, project, prepared), ranks, context, log_line)
+            job = replace(job_of(project, folder, prepared, context, ranks, mend), prune=prune, claim=claim)
             job = job if sharing == 1 else in_its_part(job, device_here(project.config.cluster.train.gpus))
             with blamed(Work.of(project.config, beside=project.beside).task):
                 yield from train(job, before)
@@ -312,7 +312,7 @@ def job_of(
     project: Project,
     folder: RunFolder,
     prepared: Prepared,
-    tell: TaskContext,
+    context: TaskContext,
     ranks: Ranks,
     make_anew: Callable[[str, bytes], bool] | None = None,
     *,
@@ -345,7 +345,7 @@ def job_of(
     damaged = None
     if make_anew is not None:
         spare, root = math.floor(config.data.max_rejected_fraction * table.distinct), str(project.cache.root)
-        damaged = DamagedItems(make_anew, table.distinct, spare, root, refuse=tell.refuse, say=log_line)
+        damaged = DamagedItems(make_anew, table.distinct, spare, root, refuse=context.refuse, say=log_line)
     return Job(
         train=config.train,
         prepared=prepared,
@@ -356,7 +356,7 @@ def job_of(
         phases=[(phase, phase_items(table, sizes, phase)) for phase in prepared.phases],
         validation=validation,
         ranks=ranks,
-        tell=tell,
+        context=context,
         say=log_line if ranks.rank == 0 else lambda _: None,
         remember=lambda peak_bytes, step_s: remember_peak(config, folder, work, prepared, choice, peak_bytes, step_s),
         task=work.task,

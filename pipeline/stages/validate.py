@@ -125,7 +125,7 @@ class ValidateStage(Stage):
         """Return the choices under which measurements of its tasks are kept."""
         return {"check": project.config.cache.check, "sample": project.config.cache.sample}
 
-    def work(self, project: Project, folder: RunFolder, task: int, tell: TaskContext) -> Outcomes:
+    def work(self, project: Project, folder: RunFolder, task: int, context: TaskContext) -> Outcomes:
         """Check the files of one task, and publish its findings all at once."""
         shard = worklist.read_shard(folder, self.name, task)
         barred = left_out_items(folder, self.name)
@@ -133,15 +133,15 @@ class ValidateStage(Stage):
         check, how = _check_of(project), project.config.cache.check
         summary = Summary(how, begun=time.time(), root=str(project.cache.root.resolve()))
         writer = ReportWriter(Disk(), folder.found(self.name))
-        tell.report.figures[FOUND] = 0
+        context.report.figures[FOUND] = 0
         try:
             for kind, group in groupby(parts, key=lambda part: part.kind):
                 asked = set(group)
-                for checked in _checked(project.cache.kind(kind), check, asked, tell):
+                for checked in _checked(project.cache.kind(kind), check, asked, context):
                     summary.take(checked)
                     for finding in checked.findings:
                         writer.add(finding)
-                    tell.report.figures[FOUND] = summary.findings
+                    context.report.figures[FOUND] = summary.findings
                     if CacheFile(checked.kind, checked.shard) in asked:  # else it is about files of other tasks
                         yield None
             summary.seconds = time.time() - summary.begun
@@ -201,12 +201,12 @@ def _check_of(project: Project) -> Check:
     return partial(check, quick=project.config.cache.check == "quick")
 
 
-def _checked(store: Store, check: Check, parts: set[CacheFile], tell: TaskContext) -> Iterator[Checked]:
+def _checked(store: Store, check: Check, parts: set[CacheFile], context: TaskContext) -> Iterator[Checked]:
     """Check some files of one kind, noting each before it is read."""
     names = frozenset(part.shard for part in parts if part.shard)
 
     def note_shard(shard: str) -> None:
-        tell.on((CacheFile(store.kind, shard).name,))
+        context.on((CacheFile(store.kind, shard).name,))
 
     return check(store, names, with_index=len(names) < len(parts), on=note_shard)
 

@@ -182,9 +182,9 @@ def test_what_kills_one_encoder_is_left_to_the_others(two):
     shards = tuple(Shard(at, at + 1, 1, len(text), name) for at, name in enumerate(("main", "small")))
     StageSurvey({}, shards).write_shards(run, "embed")
     leave_out(run, "embed", [name_of(text, "main")], Reason.KILLED_ITS_TASK, "it died")
-    tell = TaskContext(refuse=lambda *why: pytest.fail(str(why)), on=told.extend)
+    context = TaskContext(refuse=lambda *why: pytest.fail(str(why)), on=told.extend)
     for task in (0, 1):
-        assert list(stage.work(project, run, task, tell)) == ([] if task == 0 else [None])
+        assert list(stage.work(project, run, task, context)) == ([] if task == 0 else [None])
     assert set(told) == {name_of(text, "small")}
     made = stored(two)
     assert [record["text"] for records in made.values() for record in records] == [text]

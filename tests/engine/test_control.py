@@ -22,7 +22,7 @@ from pipeline.cluster.slurm import SlurmExecutor
 from pipeline.config.load import read_config
 from pipeline.config.schema_cluster import SlurmSection
 from pipeline.engine.handover import claim_visit
-from pipeline.engine.lifecycle import gives_way, new_run, refuse_double
+from pipeline.engine.lifecycle import joins_double, new_run, refuse_double
 from pipeline.engine.supervisor import Supervisor
 from pipeline.engine.supervisor import main as supervise
 from pipeline.errors import ClusterSilent, ConfigError, JobFailed, QueueFull, SubmissionRefused
@@ -376,7 +376,7 @@ def test_of_runs_submitted_at_once_one_begins_and_all_others_join_it(make_projec
         def submit(together: threading.Barrier = together) -> tuple[RunFolder, RunFolder | None]:
             together.wait()
             run = new_run(config, ["scan"])
-            same = gives_way(run, config, ["scan"])
+            same = joins_double(run, config, ["scan"])
             if same is None:
                 claim_visit(run, 1)
             return run, same
@@ -392,10 +392,10 @@ def test_a_new_run_gives_way_to_one_that_begins_or_goes_as_that_decides(make_pro
     config = read_config(make_project(1) / "pipeline.yaml").config
     early, late = sorted((new_run(config, ["scan"]), new_run(config, ["scan"])), key=lambda run: run.name)
     claim_visit(late, 1)
-    assert gives_way(early, config, ["scan"]) == late
+    assert joins_double(early, config, ["scan"]) == late
     assert not early.path.exists()
     with pytest.raises(SubmissionRefused):
-        gives_way(refused := new_run(config, ["scan", "graph"]), config, ["scan", "graph"])
+        joins_double(refused := new_run(config, ["scan", "graph"]), config, ["scan", "graph"])
     assert not refused.path.exists()
 
 

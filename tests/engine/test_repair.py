@@ -15,10 +15,10 @@ from pipeline.cluster.job_spec import Job, Limits, format_ranges, parse_ranges
 from pipeline.cluster.verdict import Cause
 from pipeline.engine.dispatch import pieces
 from pipeline.engine.repair import (
-    Again,
     GiveUp,
     LeaveOut,
-    Means,
+    Retry,
+    Situation,
     Split,
     avoid_bad_nodes,
     bad_nodes,
@@ -33,7 +33,7 @@ from pipeline.records import Reason
 
 MIB = 1 << 20
 ASK = Ask(mem_bytes=512 * MIB, time_s=600)
-MEANS = Means(Limits(mem_bytes=4096 * MIB, time_s=3600), items=10, tries=3)
+SITUATION = Situation(Limits(mem_bytes=4096 * MIB, time_s=3600), items=10, tries=3)
 FULL = replace(ASK, mem_bytes=4096 * MIB)
 LONGEST = replace(ASK, time_s=3600)
 SMALLEST = replace(ASK, shrink=6)
@@ -44,21 +44,21 @@ def died(cause: Cause, *, ask: Ask = ASK, done: int = 0, on: tuple[str, ...] = (
     return Attempt(task=0, number=1, ask=ask, cause=cause, reason="why", done=done, on=on, **more)  # type: ignore[arg-type]
 
 
-def again(history: list[Attempt], means: Means = MEANS) -> Ask:
+def again(history: list[Attempt], situation: Situation = SITUATION) -> Ask:
     """Return what the task gets when it is tried again."""
-    decision = decide(history, means)
-    assert isinstance(decision, Again), decision
+    decision = decide(history, situation)
+    assert isinstance(decision, Retry), decision
     return decision.ask
 
 
-def left_out(history: list[Attempt], means: Means = MEANS) -> LeaveOut:
-    decision = decide(history, means)
+def left_out(history: list[Attempt], situation: Situation = SITUATION) -> LeaveOut:
+    decision = decide(history, situation)
     assert isinstance(decision, LeaveOut), decision
     return decision
 
 
-def kind(history: list[Attempt], means: Means = MEANS) -> type:
-    return type(decide(history, means))
+def kind(history: list[Attempt], situation: Situation = SITUATION) -> type:
+    return type(decide(history, situation))
 
 
 def test_a_task_that_ran_out_of_memory_gets_twice_the_limit_that_killed_it() -> None:
@@ -78,9 +78,9 @@ def test_a_script_gets_smaller_batches_where_more_memory_helps_not_or_is_not_the
     ask: Ask, peak: int, then: Ask | None
 ) -> None:
     decision = decide(
-        [died(Cause.HOST_OOM, ask=ask, peak_rss_bytes=peak)], replace(MEANS, is_whole=True, has_batches=True)
+        [died(Cause.HOST_OOM, ask=ask, peak_rss_bytes=peak)], replace(SITUATION, is_whole=True, has_batches=True)
     )
-    assert then == (decision.ask if isinstance(decision, Again) else None)
+    assert then == (decision.ask if isinstance(decision, Retry) else None)
 
 
 def test_memory_never_grows_beyond_the_largest_node() -> None:
@@ -132,14 +132,14 @@ def test_what_is_asked_for_follows_from_the_last_attempt_and_not_from_the_first(
 
 def test_what_the_last_attempt_was_on_is_left_out_and_not_what_the_first_was_on():
     history = [died(Cause.HOST_OOM, on=("a",)), died(Cause.HOST_OOM, ask=FULL, on=("b",))]
-    found = left_out(history, replace(MEANS, items=1))
+    found = left_out(history, replace(SITUATION, items=1))
     assert (found.names, found.ask) == (("b",), FULL)
 
 
 def test_what_does_not_fit_the_largest_node_is_halved_and_at_last_left_out():
     first = died(Cause.HOST_OOM, ask=FULL, on=("a",))
     assert kind([first]) is Split
-    alone = left_out([first], replace(MEANS, items=1))
+    alone = left_out([first], replace(SITUATION, items=1))
     assert (alone.names, alone.reason) == (("a",), Reason.DOES_NOT_FIT)
     assert left_out([first, first]).names == ("a",)
     assert kind([died(Cause.HOST_OOM, ask=FULL)]) is GiveUp  # it does not even begin
@@ -147,7 +147,7 @@ def test_what_does_not_fit_the_largest_node_is_halved_and_at_last_left_out():
 
 
 def test_without_a_longest_time_what_comes_no_further_is_not_given_ever_more():
-    endless = replace(MEANS, limits=Limits())
+    endless = replace(SITUATION, limits=Limits())
     history = [died(Cause.TIMEOUT, ask=replace(ASK, time_s=600 << tried)) for tried in range(3)]
     assert again(history[:2], endless).time_s == 2400
     assert kind(history, endless) is Split
@@ -156,9 +156,9 @@ def test_without_a_longest_time_what_comes_no_further_is_not_given_ever_more():
 def test_a_task_that_came_no_further_in_the_longest_time_is_halved_and_a_single_item_given_up():
     longest = died(Cause.TIMEOUT, ask=LONGEST)
     for items in (2, 10):
-        assert kind([longest], replace(MEANS, items=items)) is Split
-        assert kind([replace(longest, cause=Cause.INTERRUPTED)], replace(MEANS, items=items)) is Split
-    assert kind([longest], replace(MEANS, items=1)) is GiveUp
+        assert kind([longest], replace(SITUATION, items=items)) is Split
+        assert kind([replace(longest, cause=Cause.INTERRUPTED)], replace(SITUATION, items=items)) is Split
+    assert kind([longest], replace(SITUATION, items=1)) is GiveUp
 
 
 def test_a_six_day_task_under_a_day_s_limit_is_not_failing():
@@ -208,67 +208,67 @@ def test_a_crash_on_another_thing_each_time_names_no_culprit_and_is_bounded():
 
 @pytest.mark.parametrize(("cause", "ask"), [(Cause.HOST_OOM, FULL), (Cause.GPU_OOM, SMALLEST)])
 def test_of_a_split_that_ranks_share_only_the_item_that_does_not_fit_is_left_out(cause, ask):
-    means = replace(MEANS, items=500, is_shared=True)
+    situation = replace(SITUATION, items=500, is_shared=True)
     careful = replace(ask, careful=True)
     first = died(cause, ask=ask, on=tuple(f"item {number}" for number in range(32)))
     second = died(cause, ask=careful, done=3, on=("item 3", "item 9", "item 40", "item 41"))
     third = died(cause, ask=careful, done=5, on=("item 9", "item 17", "item 42", "item 43"))
-    assert again([first], means) == again([first, second], means) == careful
-    found = left_out([first, second, third], means)
+    assert again([first], situation) == again([first, second], situation) == careful
+    found = left_out([first, second, third], situation)
     assert (found.names, found.reason, found.ask) == (("item 9",), Reason.DOES_NOT_FIT, ask)
-    assert kind([first, *[died(cause, ask=careful, on=("a", "b", "c", "d"))] * 3], means) is GiveUp
-    assert kind([died(Cause.TIMEOUT, ask=LONGEST)], means) is GiveUp  # it is never halved
+    assert kind([first, *[died(cause, ask=careful, on=("a", "b", "c", "d"))] * 3], situation) is GiveUp
+    assert kind([died(Cause.TIMEOUT, ask=LONGEST)], situation) is GiveUp  # it is never halved
 
 
 @pytest.mark.parametrize("cause", [Cause.CRASHED, Cause.HOST_OOM])
 def test_of_what_is_read_once_from_beginning_to_end_nothing_is_left_out_and_the_place_is_named(cause):
     history = [died(cause, ask=FULL, on=("item 101 (a.mgf:7)",))] * 3
-    decisions = [decide(history[:count], replace(MEANS, items=1, is_read_once=True)) for count in (1, 2, 3)]
+    decisions = [decide(history[:count], replace(SITUATION, items=1, is_read_once=True)) for count in (1, 2, 3)]
     assert not any(isinstance(one, LeaveOut | Split) for one in decisions)
     assert isinstance(decisions[2], GiveUp)
     if cause is Cause.CRASHED:
-        assert isinstance(decisions[0], Again)
+        assert isinstance(decisions[0], Retry)
         assert "item 101 (a.mgf:7)" in decisions[0].why
         assert "item 101 (a.mgf:7)" in decisions[2].why
 
 
 class TestTraining:
-    MEANS = replace(MEANS, is_whole=True)
+    SITUATION = replace(SITUATION, is_whole=True)
 
     def test_a_crash_is_begun_again_as_it_was_until_it_comes_no_further(self):
         on = ("a", "b")
         history = [died(Cause.CRASHED, on=on, done=5)]
         for done in (9, 11):
-            assert not again(history, self.MEANS).careful
+            assert not again(history, self.SITUATION).careful
             history.append(died(Cause.CRASHED, on=on, done=done))
-        assert again([*history, died(Cause.CRASHED, on=on, done=11)], self.MEANS).careful
+        assert again([*history, died(Cause.CRASHED, on=on, done=11)], self.SITUATION).careful
 
     def test_it_is_begun_again_once_as_it_was_also_before_its_first_checkpoint(self):
         crash = died(Cause.CRASHED, ask=replace(ASK, careful=True), on=("a", "b"))
-        assert again([crash], self.MEANS) == ASK
-        assert again([crash, crash], self.MEANS).careful
+        assert again([crash], self.SITUATION) == ASK
+        assert again([crash, crash], self.SITUATION).careful
 
     def test_one_item_that_it_was_on_at_two_deaths_in_two_epochs_is_not_left_out(self):
-        again([died(Cause.CRASHED, on=("a",), done=done) for done in (5, 9)], self.MEANS)
+        again([died(Cause.CRASHED, on=("a",), done=done) for done in (5, 9)], self.SITUATION)
 
     def test_it_is_begun_again_where_it_was_asked_to_end_at_once_but_not_for_ever(self):
-        means = replace(self.MEANS, limits=Limits(time_s=ASK.time_s))
-        again([died(Cause.INTERRUPTED)], means)
-        assert kind([died(Cause.INTERRUPTED)] * means.tries, means) is GiveUp
+        situation = replace(self.SITUATION, limits=Limits(time_s=ASK.time_s))
+        again([died(Cause.INTERRUPTED)], situation)
+        assert kind([died(Cause.INTERRUPTED)] * situation.tries, situation) is GiveUp
 
     @pytest.mark.parametrize("cause", [Cause.HOST_OOM, Cause.GPU_OOM, Cause.TIMEOUT])
     def test_it_is_never_split_nor_made_smaller(self, cause):
-        means = replace(self.MEANS, limits=Limits(mem_bytes=ASK.mem_bytes, time_s=ASK.time_s))
-        assert kind([died(cause, ask=replace(ASK, shrink=99), on=("a", "b"))], means) is GiveUp
+        situation = replace(self.SITUATION, limits=Limits(mem_bytes=ASK.mem_bytes, time_s=ASK.time_s))
+        assert kind([died(cause, ask=replace(ASK, shrink=99), on=("a", "b"))], situation) is GiveUp
 
 
-@pytest.mark.parametrize("means", [MEANS, TestTraining.MEANS])
-def test_an_item_that_was_left_out_in_vain_ends_the_task(means):
+@pytest.mark.parametrize("situation", [SITUATION, TestTraining.SITUATION])
+def test_an_item_that_was_left_out_in_vain_ends_the_task(situation):
     history = [died(Cause.CRASHED, on=("b",))] * 2
-    out = left_out(history, means)
+    out = left_out(history, situation)
     assert out.names == ("b",)
-    assert kind([*history, history[-1]], means) is GiveUp
-    assert decide(history, means) == out, "the same evidence, judged by the next supervisor"
+    assert kind([*history, history[-1]], situation) is GiveUp
+    assert decide(history, situation) == out, "the same evidence, judged by the next supervisor"
 
 
 @pytest.mark.parametrize("cause", [Cause.CANCELLED, Cause.DISK, Cause.REFUSED, Cause.FAILED])
@@ -301,50 +301,50 @@ class TestSeveralPartitions:
     SHORT = Candidate("short", Limits(mem_bytes=1024 * MIB, time_s=900, preempts=True))
     LONG = Candidate("long", Limits(mem_bytes=1024 * MIB, time_s=86_400))
     HIGHMEM = Candidate("highmem", Limits(mem_bytes=8192 * MIB, time_s=3600), price=2.0)
-    MEANS = replace(MEANS, limits=Limits(), places=(SHORT, LONG, HIGHMEM))
-    ALONE = replace(MEANS, places=(SHORT,))
+    SITUATION = replace(SITUATION, limits=Limits(), places=(SHORT, LONG, HIGHMEM))
+    ALONE = replace(SITUATION, places=(SHORT,))
     IN_SHORT = replace(ASK, partition="short")
     MOST = replace(ASK, mem_bytes=8192 * MIB, partition="highmem")
 
     def test_twice_the_memory_moves_a_task_only_where_its_partition_does_not_have_it(self):
-        once = again([died(Cause.HOST_OOM, ask=self.IN_SHORT)], self.MEANS)
+        once = again([died(Cause.HOST_OOM, ask=self.IN_SHORT)], self.SITUATION)
         assert (once.mem_bytes, once.partition) == (1024 * MIB, "short")
-        twice = again([died(Cause.HOST_OOM, ask=once)], self.MEANS)
+        twice = again([died(Cause.HOST_OOM, ask=once)], self.SITUATION)
         assert (twice.mem_bytes, twice.partition) == (2048 * MIB, "highmem")
 
     def test_where_a_task_is_follows_from_its_last_attempt(self):
         first = died(Cause.NODE, ask=self.IN_SHORT)
-        assert again([first, died(Cause.NODE, ask=replace(ASK, partition="long"))], self.MEANS).partition == "long"
+        assert again([first, died(Cause.NODE, ask=replace(ASK, partition="long"))], self.SITUATION).partition == "long"
         large = died(Cause.NODE, ask=replace(ASK, mem_bytes=4096 * MIB, partition="highmem"))
-        assert again([first, large], self.MEANS) == large.ask
-        assert kind([first, died(Cause.HOST_OOM, ask=self.MOST, on=("a", "b"))], self.MEANS) is Split
+        assert again([first, large], self.SITUATION) == large.ask
+        assert kind([first, died(Cause.HOST_OOM, ask=self.MOST, on=("a", "b"))], self.SITUATION) is Split
         longest = replace(ASK, mem_bytes=4096 * MIB, time_s=3600, partition="highmem")
-        assert kind([first, died(Cause.TIMEOUT, ask=longest, on=("a", "b"))], self.MEANS) is Split
+        assert kind([first, died(Cause.TIMEOUT, ask=longest, on=("a", "b"))], self.SITUATION) is Split
 
     def test_more_time_than_its_partition_gives_moves_a_task_to_the_first_that_gives_it(self):
-        ask = again([died(Cause.TIMEOUT, ask=self.IN_SHORT)], self.MEANS)
+        ask = again([died(Cause.TIMEOUT, ask=self.IN_SHORT)], self.SITUATION)
         assert (ask.time_s, ask.partition) == (1200, "long")
 
     def test_it_never_moves_to_one_that_is_not_listed_and_memory_ends_with_the_largest(self):
         full = replace(self.IN_SHORT, mem_bytes=1024 * MIB)
         assert kind([died(Cause.HOST_OOM, ask=full, on=("a", "b"))], self.ALONE) is Split
-        halves = decide([died(Cause.HOST_OOM, ask=self.MOST, on=("a", "b"))], self.MEANS)
+        halves = decide([died(Cause.HOST_OOM, ask=self.MOST, on=("a", "b"))], self.SITUATION)
         assert isinstance(halves, Split)
         assert halves.ask == self.MOST
 
     def test_what_was_preempted_twice_without_coming_further_goes_where_jobs_are_left_alone(self):
         node, first = (died(cause, ask=self.IN_SHORT) for cause in (Cause.NODE, Cause.PREEMPTED))
-        for history, means, partition in (
-            ([first], self.MEANS, "short"),
-            ([first, first], self.MEANS, "long"),
-            ([first, replace(first, done=3)], self.MEANS, "short"),
+        for history, situation, partition in (
+            ([first], self.SITUATION, "short"),
+            ([first, first], self.SITUATION, "long"),
+            ([first, replace(first, done=3)], self.SITUATION, "short"),
             ([first, first], self.ALONE, "short"),
             ([died(Cause.PREEMPTED)] * 2, self.ALONE, "short"),  # it had no place of its own
-            ([node, first], self.MEANS, "short"),
-            ([first, node], self.MEANS, "short"),
-            ([node, first, first], replace(self.MEANS, tries=9), "long"),  # only the last two ends count
+            ([node, first], self.SITUATION, "short"),
+            ([first, node], self.SITUATION, "short"),
+            ([node, first, first], replace(self.SITUATION, tries=9), "long"),  # only the last two ends count
         ):
-            assert again(history, means).partition == partition, history
+            assert again(history, situation).partition == partition, history
 
     def test_what_keeps_making_room_goes_only_where_there_is_room_for_it(self):
         large = died(Cause.PREEMPTED, ask=replace(self.IN_SHORT, mem_bytes=2048 * MIB))
@@ -355,13 +355,13 @@ class TestSeveralPartitions:
             ((roomy, self.LONG, self.HIGHMEM), "highmem"),
             ((self.SHORT, self.LONG, other), "roomy"),  # its own holds it no longer
         ):
-            assert again([large, large], replace(self.MEANS, places=places)).partition == partition
+            assert again([large, large], replace(self.SITUATION, places=places)).partition == partition
 
     def test_a_task_goes_where_there_are_nodes_enough_for_it(self):
         few = replace(self.LONG, limits=replace(self.LONG.limits, nodes=1))
-        listed = replace(self.MEANS, places=(self.SHORT, few, self.HIGHMEM))
-        for means, partition in ((listed, "long"), (replace(listed, nodes=2), "highmem")):
-            assert again([died(Cause.TIMEOUT, ask=self.IN_SHORT)], means).partition == partition
+        listed = replace(self.SITUATION, places=(self.SHORT, few, self.HIGHMEM))
+        for situation, partition in ((listed, "long"), (replace(listed, nodes=2), "highmem")):
+            assert again([died(Cause.TIMEOUT, ask=self.IN_SHORT)], situation).partition == partition
 
 
 places = st.lists(limits, min_size=1, max_size=4).map(
@@ -373,7 +373,7 @@ places = st.lists(limits, min_size=1, max_size=4).map(
 def test_a_task_goes_only_to_listed_partitions_and_to_one_that_holds_it_if_its_own_did(history, listed, items, data):
     now = data.draw(st.sampled_from(listed))
     history = [replace(attempt, ask=replace(attempt.ask, partition=now.partition)) for attempt in history]
-    decision = decide(history, Means(Limits(), items, 3, places=listed))
+    decision = decide(history, Situation(Limits(), items, 3, places=listed))
     if isinstance(decision, GiveUp):
         return
     chosen = next(place for place in listed if place.partition == decision.ask.partition)
@@ -384,7 +384,7 @@ def test_a_task_goes_only_to_listed_partitions_and_to_one_that_holds_it_if_its_o
 
 @given(st.lists(attempts, min_size=1, max_size=6), limits, st.integers(1, 50), st.integers(1, 4))
 def test_every_history_has_a_decision_within_what_there_is_to_give(history, there, items, tries):
-    decision = decide(history, Means(there, items, tries))
+    decision = decide(history, Situation(there, items, tries))
     last = history[-1].ask
     if isinstance(decision, GiveUp):
         assert decision.why
@@ -403,7 +403,7 @@ def test_a_task_that_always_ends_the_same_way_comes_to_an_end(cause, there, item
     ask, history = ASK, list[Attempt]()
     for _ in range(200):
         history.append(died(cause, ask=ask, on=("a",)))
-        decision = decide(history, Means(there, items, 3))
+        decision = decide(history, Situation(there, items, 3))
         if isinstance(decision, (GiveUp, LeaveOut)):
             return
         ask = decision.ask

@@ -256,7 +256,7 @@ def test_a_full_disk_under_the_run_does_not_change_how_a_task_that_is_told_to_en
         **_: object,
     ) -> None:
         monkeypatch.setattr(ledger.os, "write", full)
-        news.tell(EventKind.PROGRESS, TaskReport())
+        news.record(EventKind.PROGRESS, TaskReport())
         stopped = worker.TaskStopped(number)
         stopped.came_further = True  # type: ignore[misc]
         raise stopped

@@ -42,15 +42,17 @@ def opened(*sets: str) -> Project:
     )
 
 
-def tell(rank: int = 0, world: int = 1) -> TaskContext:
+def rank_context(rank: int = 0, world: int = 1) -> TaskContext:
     return TaskContext(lambda *_: None, place=RankPlace(rank, world, rank))
 
 
-def put_on_node(project: Project, told: TaskContext | None = None) -> tuple[Project, list[str]]:
+def put_on_node(project: Project, context: TaskContext | None = None) -> tuple[Project, list[str]]:
     """Stage all items of the data set; return the project as it is read then, and what was said."""
     said: list[str] = []
     table = table_of(project)
-    return staged(project, lambda: [table.of_split("train"), table], Ranks(), told or tell(), said.append), said
+    return staged(
+        project, lambda: [table.of_split("train"), table], Ranks(), context or rank_context(), said.append
+    ), said
 
 
 def figures_of(pipeline: Command) -> Any:
@@ -92,9 +94,9 @@ def test_what_is_staged_is_read_first_and_the_cache_for_the_rest(trained, node):
 @pytest.mark.nightly
 def test_the_next_job_with_the_same_items_copies_nothing(trained, node):
     put_on_node(opened())
-    told = tell()
-    put_on_node(opened(), told)
-    assert "staged_bytes" not in told.report.figures
+    context = rank_context()
+    put_on_node(opened(), context)
+    assert "staged_bytes" not in context.report.figures
     assert len(list(node.glob("pipeline-*"))) == 1
 
 
@@ -104,7 +106,7 @@ def test_what_cannot_be_staged_is_said_once_and_read_from_the_cache(trained, nod
 
     def refused(*sets: str) -> str:
         project, said = opened(*sets), list[str]()
-        assert staged(project, lambda: [table], Ranks(), tell(), said.append) is project
+        assert staged(project, lambda: [table], Ranks(), rank_context(), said.append) is project
         (one,) = said
         return one
 
@@ -119,11 +121,11 @@ def test_what_cannot_be_staged_is_said_once_and_read_from_the_cache(trained, nod
 def test_graphs_are_staged_where_there_is_room_for_them_alone(trained, node, monkeypatch):
     free = Disk.free_bytes
     monkeypatch.setattr(Disk, "free_bytes", lambda disk, path: 0 if (path / "graph").exists() else free(disk, path))
-    told = tell()
-    found, _ = put_on_node(opened(), told)
+    context = rank_context()
+    found, _ = put_on_node(opened(), context)
     assert [layer.kinds() for layer in found.cache.ahead] == [["graph"]]
     assert found.cache.ahead[0].own("graph").stat().records == 9
-    assert told.report.figures["staged_bytes"] > 0
+    assert context.report.figures["staged_bytes"] > 0
     monkeypatch.setattr(Disk, "free_bytes", free)
     assert "9 of graph, 18 of embed; " in put_on_node(opened())[1][0]
 
@@ -142,5 +144,5 @@ def test_when_time_is_up_the_rest_is_read_from_the_cache(trained, node, monkeypa
 
 @pytest.mark.nightly
 def test_a_job_that_is_told_to_end_does_not_go_on_copying(trained, node):
-    told = replace(tell(), ending=lambda: 15)
-    assert "0 of graph" in put_on_node(opened(), told)[1][0]
+    context = replace(rank_context(), ending=lambda: 15)
+    assert "0 of graph" in put_on_node(opened(), context)[1][0]

@@ -324,8 +324,8 @@ def terms(found: ReplayResult) -> list[Any]:
 def job(lab: Lab, made: ModelFolder, *, careful: bool = False) -> Job:
     """Return a training like that of the run in another folder, which leaves out what is not finite."""
     case = lab.case
-    tell = TaskContext(lambda _key, _reason, _detail: None, careful=careful)
-    found: Job = job_of(case.project, lab.run, case.prepared, tell, Ranks())
+    context = TaskContext(lambda _key, _reason, _detail: None, careful=careful)
+    found: Job = job_of(case.project, lab.run, case.prepared, context, Ranks())
     return replace(found, folder=made, train=found.train.model_copy(update={"nan": "skip"}), validation=None)
 
 

@@ -23,7 +23,7 @@ from pipeline.cluster.job_spec import Limits, TaskState, TaskStatus
 from pipeline.cluster.processes import used_bytes
 from pipeline.cluster.verdict import Cause, TaskVerdict, Word, judge_attempt, last_words
 from pipeline.device import kinds
-from pipeline.engine.repair import Again, GiveUp, Means, decide
+from pipeline.engine.repair import GiveUp, Retry, Situation, decide
 from pipeline.errors import ConfigError, PipelineError, PlanInfeasible
 from pipeline.journal.attempts import Ask, Attempt
 from pipeline.script import script_process
@@ -440,7 +440,7 @@ def _pending(pid: int, number: int) -> bool:
 
 def test_the_ladder_ends_with_a_micro_batch_that_fits_or_where_nothing_can_be_made_smaller(tmp_path: Path) -> None:
     """Run, judge, decide, run again: what a supervisor does, without a scheduler."""
-    means = Means(Limits(mem_bytes=4096 * MIB, time_s=3600), items=1, tries=3)
+    situation = Situation(Limits(mem_bytes=4096 * MIB, time_s=3600), items=1, tries=3)
 
     def climbed(arguments: str, effective_batch: int) -> tuple[list[Attempt], list[ScriptOutcome]]:
         script = parse_command(f"{shlex.quote(sys.executable)} -S small_card.py {arguments}")
@@ -463,10 +463,10 @@ def test_the_ladder_ends_with_a_micro_batch_that_fits_or_where_nothing_can_be_ma
                     return history, outcomes
                 judged = verdict(outcomes[-1])
             history.append(Attempt(0, len(history) + 1, ask, judged.cause, judged.reason))
-            decision = decide(history, means)
+            decision = decide(history, situation)
             if isinstance(decision, GiveUp):
                 return history, outcomes
-            assert isinstance(decision, Again)
+            assert isinstance(decision, Retry)
             ask = decision.ask
 
     given = "--batch_size {micro_batch} --accumulate {accumulation}"

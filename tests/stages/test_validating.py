@@ -61,8 +61,8 @@ class Stage:
 
     def work(self, task: int) -> int:
         """Do one task; return how many files it has told of."""
-        tell = TaskContext(lambda *_: None, on=self.on.extend)
-        return sum(reason is None for reason in ValidateStage().work(self.project, self.folder, task, tell))
+        context = TaskContext(lambda *_: None, on=self.on.extend)
+        return sum(reason is None for reason in ValidateStage().work(self.project, self.folder, task, context))
 
     def judge(self) -> Validated:
         """Put together what was found."""

@@ -325,7 +325,7 @@ class ApplyJob:
     choose: Callable[[Collection[str]], ChosenCheckpoint]  # a checkpoint, except those given: they proved unusable
     parts: Callable[[ChosenCheckpoint], Path]  # the folder of the outputs so far
     ranks: Ranks
-    tell: TaskContext
+    context: TaskContext
     say: Callable[[str], None]
     left_out: Mapping[str, tuple[Reason, str]] = field(default_factory=dict)
     with_loss: bool = True
@@ -374,14 +374,14 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
     def refuse(rejection: Rejection) -> None:
         rejected[rejection.reason] += 1
         examples.setdefault(rejection.reason, f"{rejection.id}: {rejection.detail}")
-        job.tell.refuse(rejection.id, rejection.reason, rejection.detail)
+        job.context.refuse(rejection.id, rejection.reason, rejection.detail)
 
     if ranks.rank == 0:
         yield from [None] * len(np.setdiff1d(done_N, job.applied.done_N))  # by earlier attempts of this run
         for id_ in (job.table.ids[number] for number in rest_N[~is_kept_N]):  # they killed an earlier attempt
             refuse(Rejection(id_, *job.left_out[id_]))
             yield job.left_out[id_][0]
-    worked_on = WorkedOn(job.tell.on)
+    worked_on = WorkedOn(job.context.on)
     evaluation = Evaluator(
         step,
         _loader(job, kept_N, step, worked_on) if len(kept_N) else None,
@@ -396,18 +396,18 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
         flush_s=60 * train.checkpoints.minutes,
         begin=lambda piece: worked_on.begin(piece.ids),
         reject=refuse,
-        ending=job.tell.ending,
+        ending=job.context.ending,
     )
     with ranks.patient("compiling") if train.compile else nullcontext():
         for left_out in evaluation.run():
-            job.tell.report.moved = job.tell.report.moved or left_out is None
+            job.context.report.moved = job.context.report.moved or left_out is None
             yield left_out
     if is_card(step.device):
-        job.tell.report.figures["device_peak_bytes"] = float(Card(step.device).memory("reserved", "peak"))
+        job.context.report.figures["device_peak_bytes"] = float(Card(step.device).memory("reserved", "peak"))
     own = {"ended_by": evaluation.ended_by, "rejected": rejected, "examples": examples}
     reports = ranks.exchange(own)
-    job.tell.report.ended_by = max(rank["ended_by"] for rank in reports)
-    if job.tell.report.ended_by:
+    job.context.report.ended_by = max(rank["ended_by"] for rank in reports)
+    if job.context.report.ended_by:
         return None
     in_all = sum((Counter(rank["rejected"]) for rank in reports), Counter[str]())
     first_examples = {reason: text for rank in reversed(reports) for reason, text in rank["examples"].items()}
@@ -431,12 +431,12 @@ def _loader(job: ApplyJob, numbers_K: Integers, step: Step, worked_on: WorkedOn)
     """Return a loader of some items, in micro-batches as planned."""
     train, table = job.train, job.table.take(numbers_K)
     phase = job.applied.prepared.phases[-1]
-    budget = shrunk_budget(phase.budget_bytes, job.tell.shrink)
+    budget = shrunk_budget(phase.budget_bytes, job.context.shrink)
     settings = sampler_settings(
         STEP_ITEMS * job.ranks.world,
         budget,
         padding=phase.padding if train.batching == "padded" else None,
-        micro_batch=1 if job.tell.careful else None if train.micro_batch == "auto" else train.micro_batch,
+        micro_batch=1 if job.context.careful else None if train.micro_batch == "auto" else train.micro_batch,
         shuffle=False,
     )
     cost_K = np.minimum(job.cost_N[numbers_K], budget)
@@ -451,5 +451,5 @@ def _loader(job: ApplyJob, numbers_K: Integers, step: Step, worked_on: WorkedOn)
         seed=train.seed,
         collate=step.task.collate,
         working=worked_on.reading,
-        may_collate=lambda _: not job.tell.careful,
+        may_collate=lambda _: not job.context.careful,
     )

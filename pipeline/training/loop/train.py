@@ -81,7 +81,7 @@ class Job:
     phases: Sequence[tuple[PhasePlan, Items]]
     validation: Items | None
     ranks: Ranks
-    tell: TaskContext
+    context: TaskContext
     say: Callable[[str], None]
     task: Task
     stage_tasks: Mapping[str, Task] = field(default_factory=dict)  # of phases with other options, by name
@@ -108,7 +108,7 @@ class Job:
             max(self.budget_of(phase.budget_bytes), int(items.cost_N.max(initial=1))),
             padding=phase.padding if self.train.batching == "padded" else None,
             seed=self.train.seed,
-            micro_batch=1 if self.tell.careful else pinned(self.train.micro_batch),
+            micro_batch=1 if self.context.careful else pinned(self.train.micro_batch),
             shuffle=shuffle,
         )
         data = content_digest(items.table.key_N16.tobytes()).hex()
@@ -137,7 +137,7 @@ class Job:
 
     def _may_collate(self, ids: Sequence[str]) -> bool:
         """Tell whether items may be collated ahead: not if some are left out, or if nothing may run in parallel."""
-        return not self.tell.careful and self.leave_out.isdisjoint(ids)
+        return not self.context.careful and self.leave_out.isdisjoint(ids)
 
     @property
     def trained_without(self) -> frozenset[str]:
@@ -148,7 +148,7 @@ class Job:
 
     @cached_property
     def worked_on(self) -> WorkedOn:
-        return WorkedOn(self.tell.on)
+        return WorkedOn(self.context.on)
 
     def task_of(self, phase: PhasePlan) -> Task:
         """Return the task by which a phase is trained."""
@@ -156,7 +156,7 @@ class Job:
 
     def budget_of(self, budget: int) -> int:
         """Return a budget, reduced for each time that the GPU ran out of memory."""
-        return shrunk_budget(budget, self.tell.shrink)
+        return shrunk_budget(budget, self.context.shrink)
 
 
 def pinned(value: Any) -> Any:
@@ -171,8 +171,8 @@ def train(job: Job, before: int = 0) -> Generator[Reason | None, None, None]:
         for done in trainer.run():
             if job.claim is not None and job.claim.is_lost:
                 job.claim.check()
-            start = job.tell.report.figures.setdefault(FROM_STEP, done)
-            job.tell.report.moved = done > start
+            start = job.context.report.figures.setdefault(FROM_STEP, done)
+            job.context.report.moved = done > start
             for _ in range(before if job.ranks.rank == 0 else done, done):
                 yield None
             before = max(before, done)
@@ -180,7 +180,7 @@ def train(job: Job, before: int = 0) -> Generator[Reason | None, None, None]:
         close(trainer)
     if job.damaged is not None:
         job.damaged.news()  # of the last validation
-    job.tell.report.ended_by = trainer.ended_by
+    job.context.report.ended_by = trainer.ended_by
 
 
 def close(trainer: Trainer) -> None:
@@ -208,18 +208,18 @@ def trainer_of(job: Job) -> Trainer:
         step.model.compile(mode=train.compile_mode)
     phases, checkpoints = _phases(job, step), _checkpoints(job, step)
     # after the card ran out of memory, no batch is copied ahead
-    if is_card(step.device) and not (step.is_spread or job.tell.shrink):
+    if is_card(step.device) and not (step.is_spread or job.context.shrink):
         step.ahead = CopyAhead(step.device)
     watch = _watch(job, step, checkpoints)
     stepper = _stepper(job, step, phases[0], watch)
     watch.budget = lambda: stepper.governor.budget
     evaluation = _evaluation(job, step, watch)
-    host = HostMeter(limit_bytes=job.tell.mem_bytes or None)
+    host = HostMeter(limit_bytes=job.context.mem_bytes or None)
     behind = train.checkpoints.asynchronous
-    warn = partial(job.tell.report.warnings.__setitem__, "checkpoints")
+    warn = partial(job.context.report.warnings.__setitem__, "checkpoints")
     keeper = Keeper(checkpoints, ranks, fresh=Fresh(job), tell=job.say, warn=warn, behind=behind, host=host)
     stepper.upkeep.begin()
-    hosts = [reply["host"] for reply in ranks.exchange({"host": job.tell.place.host})]
+    hosts = [reply["host"] for reply in ranks.exchange({"host": job.context.place.host})]
     return Trainer(
         train,
         step,
@@ -230,7 +230,7 @@ def trainer_of(job: Job) -> Trainer:
         watch,
         validation=evaluation,
         host=host,
-        ending=job.tell.ending,
+        ending=job.context.ending,
         governor_of=lambda phase: _governor(job, step, phase, stepper.ladder),
         leave_out=job.trained_without,
         damaged=job.damaged,
@@ -287,7 +287,7 @@ def _watch(job: Job, step: Step, checkpoints: CheckpointFolder) -> TrainingObser
         job.folder,
         step,
         job.ranks,
-        replace(job.tell, on=job.worked_on.begin),
+        replace(job.context, on=job.worked_on.begin),
         job.say,
         meter=meter_of(step.device),
         checkpoint=lambda: _reference(checkpoints),
@@ -328,7 +328,7 @@ def _evaluation(job: Job, step: Step, watch: TrainingObserver) -> Evaluator | No
         cost_N=items.cost_N,
         too_large=job.train.too_large,
         begin=watch.begin,
-        ending=job.tell.ending,
+        ending=job.context.ending,
     )
 
 

@@ -147,7 +147,7 @@ def job(
         choose=selected,
         parts=lambda _: folder / "parts",
         ranks=ranks or Ranks(),
-        tell=TaskContext(refuse=lambda key, reason, _: refused.append((key, reason)), ending=ending),
+        context=TaskContext(refuse=lambda key, reason, _: refused.append((key, reason)), ending=ending),
         say=said.append,
         left_out=left_out or {},
     )
@@ -204,8 +204,8 @@ def test_one_that_was_ended_goes_on_with_the_rest_and_has_the_same_loss(tmp_path
     ended = job(tmp_path, task(), budget=1, ending=lambda: 0 if next(asked, None) is not None else 15)
     yielded, applied = run(ended)
     assert applied is None
-    assert ended.tell.report.ended_by == 15
-    assert ended.tell.report.moved
+    assert ended.context.report.ended_by == 15
+    assert ended.context.report.moved
     done = len(yielded)
     assert 0 < done < ITEMS
     later = job(tmp_path, task(), known=())
@@ -214,7 +214,7 @@ def test_one_that_was_ended_goes_on_with_the_rest_and_has_the_same_loss(tmp_path
     assert figures(applied)["loss"] == pytest.approx(wanted()["loss"], rel=1e-12)
     seen: list[str] = []
     begun = job(tmp_path, task(), known=range(ITEMS))
-    begun = replace(begun, tell=replace(begun.tell, on=lambda names: seen.extend(names)))
+    begun = replace(begun, context=replace(begun.context, on=lambda names: seen.extend(names)))
     assert run(begun)[0] == []  # all was done before the run
     assert not seen
 

@@ -227,7 +227,7 @@ class Run:
         if self.ranks.world > 1:  # a process of its own: every replay collects garbage, which torch itself is not
             gc.freeze()
         self.said: list[str] = []
-        self.tell = TaskContext(refuse=lambda *_: None, ending=lambda: self.ending(), mem_bytes=self.mem_bytes)
+        self.context = TaskContext(refuse=lambda *_: None, ending=lambda: self.ending(), mem_bytes=self.mem_bytes)
         self.made = self.job()
         self.trainer: Trainer = trainer_of(self.made)
 
@@ -264,7 +264,7 @@ class Run:
             phases=phases,
             validation=validation,
             ranks=self.ranks,
-            tell=self.tell,
+            context=self.context,
             say=self.said.append,
             task=task,
             stage_tasks=first,

@@ -76,7 +76,7 @@ class OneAtATime(Run):
 
     def job(self) -> Job:
         self.on: list[str] = []
-        self.tell = replace(self.tell, careful=True, on=lambda names: self.on.__setitem__(slice(None), names))
+        self.context = replace(self.context, careful=True, on=lambda names: self.on.__setitem__(slice(None), names))
         return super().job()
 
 

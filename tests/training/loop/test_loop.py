@@ -234,7 +234,7 @@ def test_a_full_disk_is_said_and_training_goes_on(tmp_path: Path, *, behind: boo
     warnings = [line for line in run.said if line.startswith("WARNING")]
     assert len(warnings) == 2  # after step 4 and at the epoch's end
     assert all("could not be saved" in line and "step-00000002" in line for line in warnings)
-    assert run.tell.report.warnings["checkpoints"].startswith(
+    assert run.context.report.warnings["checkpoints"].startswith(
         "2 checkpoints could not be saved; the last error: the checkpoint"
     )
 

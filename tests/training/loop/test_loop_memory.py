@@ -245,4 +245,4 @@ def test_a_leak_that_an_inspection_misses_is_reported_without_blaming_an_object(
     told = [line for line in run.said if "memory leaks" in line]
     assert told
     assert all("no growing object was found" in line and "kept by" not in line for line in told)
-    assert any("host memory grows" in warning for warning in run.tell.report.warnings.values())
+    assert any("host memory grows" in warning for warning in run.context.report.warnings.values())
