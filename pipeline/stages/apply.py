@@ -1,6 +1,6 @@
-"""Stages evaluate and predict, which apply a trained model to a split: its loss and metrics; tables of predictions.
+"""Stages evaluate and predict: apply a trained model to a split, for its loss and metrics or for predictions.
 
-A split is one task and never halved: its ranks share the items, and finished items are kept.
+An evaluation is one task whose ranks share the items; it is never split, and finished items are kept.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ if TYPE_CHECKING:
     from pipeline.training.ranks import Ranks
 
     Integers = NDArray[np.int64]
-WRITTEN_BYTES = 2 * (64 << 20)  # of outputs, before they go to a file
+WRITTEN_BYTES = 2 * (64 << 20)  # of outputs in memory, before they are written
 UNLIMITED = 1 << 62
-OF_DIGITS = 8  # of a digest of checkpoint and items, in the name of a folder of predictions
+OF_DIGITS = 8  # of the digest in the name of a folder of predictions
 LINES_SHOWN, LETTERS_SHOWN = 4, 160  # of predictions
 ALL = "predictions.csv"
 
@@ -85,11 +85,11 @@ class ModelUse(Judged):
     step: int = 0
     note: str = ""
     model: str = ""  # its folder
-    nothing: str = ""  # why there was nothing to do
+    nothing: str = ""  # why there were no items
     each: int = 1  # predictions of an item
 
     def take(self, applied: Application, made: Figures | Predictions | None) -> None:
-        """Fill in what both stages report; `made` is their results, None where there are none."""
+        """Fill in what both stages report; `made` is the file of results, None without results."""
         self.split, self.model, self.each = applied.split or "", applied.model, applied.each
         if not applied.items:
             self.nothing = f"no item is in split {applied.split!r}"
@@ -103,7 +103,7 @@ class ModelUse(Judged):
 
 @dataclass(frozen=True)
 class ModelInUse:
-    """The model that a stage applies, and how: of which project, with which options and resources of its own."""
+    """The model that a stage applies, with the options and resources of that stage."""
 
     stage: StageName
     project: Project
@@ -119,7 +119,7 @@ class ModelInUse:
 
     @cached_property
     def model(self) -> TrainedModel | None:
-        """The model that the configuration names; None where it means the one that it trains."""
+        """The named model; None if the configuration means the one that it trains."""
         return named_model(self.project.config.train.models, self.section.checkpoint)
 
     @cached_property
@@ -133,11 +133,11 @@ class ModelInUse:
 
     @property
     def code(self) -> TaskCode:
-        """What is known of the task with those options."""
+        """Facts about the code of the task, with the stage's options."""
         return code_of(self.view)
 
     def prepared(self, find: Callable[[Project], Prepared | None]) -> Prepared | None:
-        """Return the plan of the model for the configured data set; `find` looks for that of one that is trained."""
+        """Return the model's plan for the configured data set; `find` finds the plan of the configured training."""
         if self.model is None:
             return find(self.project)
         table = made_table(self.project)
@@ -147,12 +147,12 @@ class ModelInUse:
         return self.model.folder if self.model else folder_of(self.project, prepared)
 
     def choose(self, prepared: Prepared, without: Collection[str] = ()) -> ChosenCheckpoint | None:
-        """Return the checkpoint to use; None where there is none."""
+        """Return the checkpoint to use, or None."""
         wanted = self.model.checkpoint if self.model else self.section.checkpoint
         return choose_checkpoint(self.folder(prepared).checkpoints, wanted, without)
 
     def items(self, prepared: Prepared, *, may_miss: bool = False) -> ItemTable:
-        """Return the items of the split; an unknown split raises, or has no items where it `may_miss`."""
+        """Return the items of the split; an unknown split raises, or is empty if it `may_miss`."""
         whole = ItemTable.read(self.project.cache.kind("sets"), bytes.fromhex(prepared.table))
         split = self.section.split
         if split is None or split in whole.splits:
@@ -171,7 +171,7 @@ class ModelInUse:
         return (phase if limited else replace(phase, budget_bytes=UNLIMITED)).cost(sizes)
 
     def made_of(self, table: ItemTable) -> str:
-        """Return the digest of the items, and of what else decides what is told of them: code, options and files."""
+        """Return the digest of the items, and of the code, options and files that decide the outputs."""
         files = [digest_of_files(path) for path in self.code.reads]
         own = self.section.options
         told = [self.code.tells, json.dumps(pathless(own), sort_keys=True) if own else "", *files]
@@ -179,7 +179,7 @@ class ModelInUse:
         return content_digest("-".join([of_items, *filter(None, told)]).encode()).hex() if any(told) else of_items
 
     def shards(self, applied: Application, left: int) -> tuple[Shard, ...]:
-        """Return the rows of each task where there are several, else how many rows there are to do."""
+        """Return the rows of each of several tasks, or the row count of a single one."""
         tasks, step = self.resources.parallel, self.code.samples or 1
         if not left or tasks == 1 or left == 1:
             return (Shard(0, left, 1),) if left else ()
@@ -192,7 +192,7 @@ class ApplyStage(Stage):
     needs = (*RECORDS, StageName.TRAIN)
     of_sequences = False
     together = True
-    counts_items = False  # rejected items are known only at the end
+    counts_items = False
     with_loss = False
 
     @abstractmethod
@@ -201,7 +201,7 @@ class ApplyStage(Stage):
 
     @abstractmethod
     def read(self, project: Project, applied: Application) -> Figures | Predictions | None:
-        """Return the results of exactly this application; None where there are none."""
+        """Return the results for exactly this checkpoint and these items, or None."""
 
     @abstractmethod
     def apply(self, job: ApplyJob) -> Outcomes:
@@ -215,13 +215,13 @@ class ApplyStage(Stage):
         return _in_use(project, self.name)
 
     def needed(self, config: Config) -> tuple[StageName, ...]:
-        """Return the stages before it: a model that is named was trained already."""
+        """Return the stages before it; a named model needs no training."""
         before = before_training(config) if self.name != StageName.PREDICT else RECORDS
         is_named = names_model(getattr(config.train, self.name).checkpoint)
         return before if is_named else (*before, StageName.TRAIN)
 
     def inspect(self, project: Project) -> None:
-        """Raise where no model can be applied."""
+        """Raise if no model can be applied."""
         config = project.config
         if config.data.source == "fasta":
             what = "sequences have no graphs to apply a model to"
@@ -233,18 +233,18 @@ class ApplyStage(Stage):
         if use.model is not None:
             use.model.refuse_other_settings(use.project)
         code_of(use.project)
-        for path in () if config.train.predict.for_training else use.code.reads:  # which are made first
+        for path in () if config.train.predict.for_training else use.code.reads:  # they are made first
             if not path.exists():
                 where = f"train.{self.name}.options: {path}"
                 raise ConfigError("file or folder not found", where=where, remedy=f"ls -ld {quoted(path.parent)}")
         if (file := weights_file(use.section.checkpoint)) is not None:
             train = use.view.config.train
             task = load_task(train.task, train.options, beside=project.beside)
-            from pipeline.training.checkpoints.trained_weights import PARTIAL, WHERE  # which waits for torch
+            from pipeline.training.checkpoints.trained_weights import PARTIAL, WHERE  # it imports torch
 
             try:
                 refuse_unfit_weights(task, train, file)
-            except PipelineError as error:  # they are not those that a training begins with, and must fit as a whole
+            except PipelineError as error:  # unlike pretrained weights, they must fit the model completely
                 error.where = error.where.replace(f"{WHERE}: ", f"train.{self.name}.checkpoint: ", 1)
                 error.next = str(error.next).removesuffix(PARTIAL)
                 raise
@@ -253,7 +253,7 @@ class ApplyStage(Stage):
         self.use(project).prepared(prepare)
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
-        """Choose the checkpoint, and count the items and how many of them are done."""
+        """Choose the checkpoint; count all items and the finished ones."""
         counts = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
         use = self.use(project)
         prepared = use.prepared(prepare)
@@ -262,7 +262,7 @@ class ApplyStage(Stage):
             if folder is None:
                 return StageSurvey({**counts, "unplanned": 1}, (Shard(0, 1, 1),))
             what, where = "no model has been trained with this configuration", project.config.data.path
-            if prepared is None:  # the graphs are not there yet
+            if prepared is None:  # no graphs yet
                 what = unmade(project.config)
             else:
                 where = use.folder(prepared).checkpoints
@@ -286,14 +286,14 @@ class ApplyStage(Stage):
             write_plain(folder.plan(self.name), applied)
 
     def _share(self, use: ModelInUse, folder: RunFolder, task: int) -> RowShare | None:
-        """Return the rows of a task; None where it has all."""
+        """Return the rows of a task; None if it has all."""
         shards = read_shards(folder, self.name)
         if len(shards) == 1 or use.resources.parallel == 1:
             return None
         return RowShare(shards[task].start, shards[task].end, task, len(shards), folder.unique)
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a node: as in training, with outputs, and without a GPU also what one would hold."""
+        """Return the memory of a node: as in training, plus outputs; without a GPU also the device memory."""
         use = self.use(project)
         prepared = use.prepared(known_plan)
         if prepared is None:
@@ -320,7 +320,7 @@ class ApplyStage(Stage):
         """Apply the model, as one of its ranks."""
         use = self.use(project)
         applied, share = read_plain(folder.plan(self.name), Application), self._share(use, folder, task)
-        if share is not None and self.is_done(use.project, applied):  # this task ended after it had told the others
+        if share is not None and self.is_done(use.project, applied):  # a previous start finished it
             return
         with closing(join_ranks(use.view, folder, applied.prepared, context)) as ranks:
             view = staged(use.view, lambda: [use.items(applied.prepared)], ranks, context, log_line)
@@ -344,7 +344,7 @@ class ApplyStage(Stage):
         ranks: Ranks,
         share: RowShare | None,
     ) -> ApplyJob:
-        """Return everything that a rank is given; it reads as `view` says."""
+        """Return the job of a rank; `view` is the project to read from."""
         from pipeline.memory.footprint import MemoryChoice
         from pipeline.training.evaluating.evaluator import ApplyJob
 
@@ -352,7 +352,7 @@ class ApplyStage(Stage):
         choice = MemoryChoice(precision=applied.prepared.precision, shards=1)
 
         def select(without: Collection[str]) -> ChosenCheckpoint:
-            """Return the chosen checkpoint, or the next best without these, which is then recorded for `judge`."""
+            """Return the chosen checkpoint or, without the damaged ones, the next best, and record it for `judge`."""
             if not without:
                 return applied.chosen
             chosen = use.choose(applied.prepared, without)
@@ -390,7 +390,7 @@ class ApplyStage(Stage):
 
 @once
 def _in_use(project: Project, stage: StageName) -> ModelInUse:
-    """Return the model that a stage applies; one that predicts for a training has its own task."""
+    """Return the model that a stage applies; a model that predicts inputs of a training has its own task."""
     train = project.config.train
     if stage != StageName.PREDICT or not train.predict.for_training:
         return ModelInUse(stage, project)
@@ -406,7 +406,7 @@ def _in_use(project: Project, stage: StageName) -> ModelInUse:
 
 
 def _training(folder: RunFolder) -> str:
-    """Return the typed command with the stage train, which makes the model that this stage needs."""
+    """Return the typed command with the stage train."""
     return str(folder.command().with_stage("train"))
 
 
@@ -417,7 +417,7 @@ def _largest(use: ModelInUse, prepared: Prepared) -> int:
 
 
 def _done(folder: Path, applied: Application) -> list[tuple[int, int]]:
-    """Return the ranges of items that an interrupted run has finished."""
+    """Return the ranges of items that earlier attempts have finished."""
     from pipeline.training.evaluating.evaluator import outputs_name, spans
     from pipeline.training.evaluating.outputs import done_numbers
 
@@ -433,7 +433,7 @@ class Evaluated(ModelUse):
 
 
 class EvaluateStage(ApplyStage):
-    """A checkpoint and a split in, its loss and metrics out."""
+    """Applies a checkpoint to a split for its loss and metrics."""
 
     name = StageName.EVALUATE
     may_be_empty = True
@@ -452,7 +452,7 @@ class EvaluateStage(ApplyStage):
         return read_evaluation(self._path(applied), applied.chosen, applied.made)
 
     def is_done(self, project: Project, applied: Application) -> bool:
-        """Tell whether the figures are there; if so, remove what a kill has left beside them."""
+        """Tell whether the results are there; if so, remove leftovers of killed tasks."""
         if self.read(project, applied) is None:
             return False
         shutil.rmtree(self.parts(project, applied), ignore_errors=True)
@@ -462,7 +462,7 @@ class EvaluateStage(ApplyStage):
         return evaluate(job)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Evaluated:  # noqa: ARG002
-        """Return loss and metrics, by the file about this checkpoint on these items."""
+        """Return loss and metrics from the file for this checkpoint and these items."""
         applied, judged = read_plain(folder.plan(self.name), Application), Evaluated()
         made = self.read(project, applied) if applied.items else None
         judged.take(applied, made)
@@ -471,7 +471,7 @@ class EvaluateStage(ApplyStage):
         return judged
 
     def check(self, project: Project, folder: RunFolder, judged: Evaluated) -> list[str]:  # type: ignore[override]
-        """Return remarks, also about figures that are not finite."""
+        """Return remarks, also on metrics that are not finite."""
         lost = [name for name, value in judged.figures.items() if value is None]
         return super().check(project, folder, judged) + ([f"not finite: {', '.join(lost)}"] if lost else [])
 
@@ -483,19 +483,19 @@ class Predicted(ModelUse):
     folder: str = ""
     files: dict[str, int] = field(default_factory=dict)  # their bytes
     lines: list[str] = field(default_factory=list)  # the first
-    pictures: list[dict[str, Any]] = field(default_factory=list)  # that the task draws of them, for the run's page
+    pictures: list[dict[str, Any]] = field(default_factory=list)  # drawn by the task, for the HTML report
 
 
 class PredictStage(ApplyStage):
-    """A checkpoint and items in, predictions for each item out."""
+    """Applies a checkpoint to items for their predictions."""
 
     name = StageName.PREDICT
 
     def wanted(self, config: Config) -> bool:
-        return config.train.predict.for_training  # else people say what they want predictions of
+        return config.train.predict.for_training  # without this setting a user names the data to predict
 
     def inspect(self, project: Project) -> None:
-        """Raise where nothing can be predicted, also for a task without outputs()."""
+        """Raise if nothing can be predicted, also for a task without outputs()."""
         super().inspect(project)
         train = self.use(project).project.config.train
         if not callable(getattr(load_task(train.task, train.options, beside=project.beside), "outputs", None)):
@@ -508,7 +508,7 @@ class PredictStage(ApplyStage):
             import_arrow()
 
     def _folder(self, project: Project, applied: Application) -> Path:
-        """Return the folder of a checkpoint's predictions for a data set, which no other ones share."""
+        """Return the folder of predictions: one for each checkpoint and data set."""
         if project.config.train.predict.for_training:
             return project.config.train.predict.folder
         model, data = applied.chosen.model or applied.prepared.name, project.config.data.path.name.partition(".")[0]
@@ -526,7 +526,7 @@ class PredictStage(ApplyStage):
         return predict(job)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Predicted:  # noqa: ARG002
-        """Return the predictions, by the folder's own record of its files and their sizes."""
+        """Return the predictions that the manifest of their folder lists."""
         applied, judged = read_plain(folder.plan(self.name), Application), Predicted()
         made = self.read(project, applied) if applied.items else None
         judged.take(applied, made)

@@ -1,6 +1,6 @@
 """Stage embed: finds the sequences without an embedding, cuts them into tasks of equal cost, and embeds them.
 
-Of each sequence it counts, for each encoder, whether it is embedded, cannot be, or is missing.
+For each encoder it counts the embedded, the rejected and the missing sequences.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ UNCOUNTED = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", 
 
 
 def refusal(text: str, recipe: EmbeddingRecipe) -> tuple[Reason, str] | None:
-    """Return why a sequence cannot be embedded; None where it can."""
+    """Return why a sequence cannot be embedded, or None."""
     if recipe.refuses(len(text)):
         what = f"a sequence of {len(text):,} residues; embed.long allows {recipe.length:,}"
         return Reason.SEQUENCE_TOO_LONG, what
@@ -63,14 +63,14 @@ def refusal(text: str, recipe: EmbeddingRecipe) -> tuple[Reason, str] | None:
 
 
 def may_be_made(text: str, recipe: EmbeddingRecipe, only: Only) -> bool:
-    """Tell whether a run may make an embedding that is missing: it does all, unless it is confined to a list."""
+    """Tell whether a run may make a missing embedding: always, unless it is confined to a damage list."""
     return only.is_all or any(
         only.names(StageName.EMBED, recipe.key(text, variant)) for variant in recipe.accepted(len(text))
     )
 
 
 def name_of(text: str, of: str) -> str:
-    """Return the name of a sequence as what one of several encoders works on."""
+    """Return the name of a sequence together with its encoder."""
     return f"{sequence_name(text)} of {of}" if of else sequence_name(text)
 
 
@@ -91,8 +91,8 @@ class Embedded(Judged):
     sequences: int = 0
     residues: int = 0
     longest: int = 0
-    others: dict[str, int] = field(default_factory=dict)  # cut sequences, and other precisions than wanted → count
-    parts: dict[str, dict[str, int]] = field(default_factory=dict)  # of each encoder, where there are several
+    others: dict[str, int] = field(default_factory=dict)  # deviation (cut, other precision) → sequences
+    parts: dict[str, dict[str, int]] = field(default_factory=dict)  # by encoder, if there are several
 
 
 def describe(variant: Variant) -> str:
@@ -105,16 +105,16 @@ def describe(variant: Variant) -> str:
 
 @dataclass
 class Sequences:
-    """Columns about the sequences of all items by one encoder, until each distinct one is counted: 17 bytes of each."""
+    """The sequences of all items for one encoder, until each distinct one is counted: 17 bytes each."""
 
-    digests: array[int] = field(default_factory=lambda: array("Q"))  # of those that the store has
+    digests: array[int] = field(default_factory=lambda: array("Q"))  # of stored sequences
     lengths: array[int] = field(default_factory=lambda: array("Q"))
     kinds: array[int] = field(default_factory=lambda: array("B"))
-    names: dict[str, int] = field(default_factory=lambda: {"": 0})  # of the kinds; the first is the wanted variant
-    refused: array[int] = field(default_factory=lambda: array("Q"))  # digests of those that cannot be encoded
+    names: dict[str, int] = field(default_factory=lambda: {"": 0})  # indices of variants; the first is the wanted one
+    refused: array[int] = field(default_factory=lambda: array("Q"))  # digests of sequences that cannot be encoded
 
     def add(self, text: str, variant: Variant, wanted: Variant) -> None:
-        """Add a sequence that the store has."""
+        """Add a stored sequence."""
         name = "" if variant == wanted and not variant.cut else describe(variant)
         self.digests.append(digest(text))
         self.lengths.append(len(text))
@@ -145,7 +145,7 @@ class Sequences:
 
 
 class LackingItem(NamedTuple):
-    """An item and its missing sequences, with the names of their encoders; none if it is not scanned."""
+    """An item and its missing sequences with their encoders; none if it is not scanned."""
 
     item: Item
     missing: list[tuple[str, str]]
@@ -153,12 +153,12 @@ class LackingItem(NamedTuple):
 
 @dataclass
 class EmbedTally(StageTally):
-    """Counts items by what the store has of each of their sequences, of every encoder."""
+    """Counts items by the state of each of their sequences, for every encoder."""
 
     parts: dict[str, Sequences] = field(default_factory=dict)
 
     def embedded(self) -> Embedded:
-        """Return what was counted, of all encoders and of each."""
+        """Return the counts of all encoders together and of each."""
         embedded = self.result(Embedded, parts={})
         for name, part in self.parts.items():
             counted, of = part.count(), f" by {name}" if name else ""
@@ -176,7 +176,7 @@ class EmbedTally(StageTally):
 def embed_tallies(
     project: Project, views: Mapping[str, Project], folder: RunFolder | None, recipe: Mapping[str, Any]
 ) -> Iterator[EmbedTally]:
-    """Yield what the store has of each block of the data set, by the names of the encoders."""
+    """Yield the tally of each block of the data set."""
     verifiers = {name: view.encoding.verifier() for name, view in views.items()}
     recipes = {name: view.encoding.recipe for name, view in views.items()}
     unusable = refused_parts(folder, StageName.EMBED) | left_out_items(folder, StageName.EMBED)
@@ -210,7 +210,7 @@ def embed_tallies(
 def _absent(
     inventories: Iterable[Inventory], recipe: EmbeddingRecipe, verifier: EmbeddingVerifier, tally: EmbedTally, name: str
 ) -> set[str]:
-    """Return the sequences of some items that are absent from the store; add the others to what is counted."""
+    """Return the sequences of some items that the store lacks; count the others."""
     absent, part = set[str](), tally.parts[name]
     wanted = (text for inventory in inventories for text in texts(inventory, recipe.context))
     for text, variant in verifier.look_up(wanted).items():
@@ -254,16 +254,16 @@ def _rejected(
 
 BYTES_OF = {"fp32": 4, "fp16": 2, "bf16": 2, BF16_PRODUCTS: 2}
 RECORD_BYTES = 512  # what a record takes besides its rows
-WORTHWHILE_S = 20  # from when on another task pays
-MOST_PER_PROCESS = 100_000  # sequences, however short: a process holds some hundred bytes of every one
-RATE_OF_CORE, RATE_OF_GPU = 2e10, 2.5e13  # multiply-adds a second; cautious, and only for cutting work into tasks
+WORTHWHILE_S = 20  # below this, another task costs more than it saves
+MOST_PER_PROCESS = 100_000  # sequences: a process keeps some hundred bytes of each
+RATE_OF_CORE, RATE_OF_GPU = 2e10, 2.5e13  # multiply-adds a second; a cautious value, used only to size tasks
 BASE_BYTES = 1 << 30  # the interpreter with torch, buffers of results
 WORKING_TOKENS = 8192
-FEWEST_TOKENS = 1024  # sequences that do not fit are cut into windows, or computed on the CPU
+FEWEST_TOKENS = 1024  # longer sequences are cut into windows, or computed on the CPU
 
 
 class EmbedStage(Stage):
-    """The sequences of a data set in, an embedding of each in the store."""
+    """Stores an embedding of each sequence of the data set."""
 
     name = StageName.EMBED
     kinds = ("embed", "weights", "parity")
@@ -282,7 +282,7 @@ class EmbedStage(Stage):
         return project.encoders if len(project.encoders) > 1 else {"": project}
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
-        """Look each distinct sequence up in the store, for each encoder, and list those that are missing."""
+        """Look up each distinct sequence in the store, for each encoder; list the missing ones."""
         searches, waiting = {name: _Search(view) for name, view in self.views(project).items()}, 0
         with Lines(folder.todo(self.name) if folder else None) as lines:
             for tally in embed_tallies(project, self.views(project), folder, self.recipe(project)):
@@ -300,11 +300,11 @@ class EmbedStage(Stage):
         return max(1, project.config.cluster.embed.gpus)
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a task of the largest encoder; `at` has each its own."""
+        """Return the memory of a task of the largest encoder."""
         return max(map(embed_bytes, self.views(project).values()))
 
     def gpu_bytes(self, project: Project) -> int:
-        """Return the least memory of a GPU: all tasks of a stage go to the same ones."""
+        """Return the least memory of a GPU; all encoders use the same GPUs."""
         return max(map(_gpu_bytes, self.views(project).values()))
 
     def work(self, project: Project, folder: RunFolder, task: int, context: TaskContext) -> Outcomes:
@@ -331,7 +331,7 @@ class EmbedStage(Stage):
             task_bytes = context.mem_bytes or asked_bytes(project.config.cluster.embed, embed_bytes(project))
             settings = replace(encoding.settings, mem_bytes=task_bytes // processes, shrink=context.shrink)
             if not project.config.cluster.embed.gpus:
-                half = WORKING_TOKENS * encoding.weights.dim * 64 // 2  # of a batch, if the memory is as planned
+                half = WORKING_TOKENS * encoding.weights.dim * 64 // 2
                 keep_freed_memory(kept_bytes(half, half + task_bytes - embed_bytes(project)))
             if context.careful:
                 settings = replace(settings, cap=1)
@@ -346,7 +346,7 @@ class EmbedStage(Stage):
         return [recipe.plain(recipe.wanted(0)) for recipe in recipes]
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Embedded:
-        """Count what the store has of every item, and list what was left out."""
+        """Count the items by the content of the store; list the rejected ones."""
         views, recipe = self.views(project), self.recipe(project)
 
         def required(lacking: LackingItem) -> bool:
@@ -365,7 +365,7 @@ class EmbedStage(Stage):
         return wait_until_complete((*project.shelves.stores(), *embeddings), count, patience_s)
 
     def check(self, project: Project, folder: RunFolder, judged: Embedded) -> list[str]:  # noqa: ARG002
-        """Return a warning for each kind of embeddings that are cut, or of another precision than was wanted."""
+        """Return a warning for each kind of embeddings that deviate: cut, or of another precision."""
         return [
             f"{count:,} sequence{' is' if count == 1 else 's are'} embedded {name}"
             for name, count in judged.others.items()
@@ -386,7 +386,7 @@ def _gpu_bytes(project: Project) -> int:
 
 @dataclass(slots=True)
 class _Search:
-    """What the store has of the sequences for one encoder: digests, and where those stand that are missing."""
+    """The sequences for one encoder: their digests, and the places of the missing ones in the list."""
 
     project: Project
     found: Sequences = field(default_factory=Sequences)
@@ -396,7 +396,7 @@ class _Search:
     lengths: array[int] = field(default_factory=lambda: array("Q"))
 
     def miss(self, text: str, lines: Lines) -> None:
-        """Note a sequence that the store lacks, and list it if this run may embed it."""
+        """Note a missing sequence; list it if this run may embed it."""
         if not may_be_made(text, self.project.encoding.recipe, self.project.only):
             self.unnamed.append(digest(text))
             return
@@ -406,7 +406,7 @@ class _Search:
         lines.write(text)
 
     def deal(self, name: str, order: _Order, at_once: int) -> StageSurvey:
-        """Count the sequences, and cut those that are missing into tasks of equal cost, with a place in the order."""
+        """Count the sequences; deal the missing ones to tasks of equal cost."""
         missing, first = np.unique(array_of(self.missing), return_index=True)
         lengths_N = array_of(self.lengths)[first].astype(np.int64)
         counts = UNCOUNTED | {
@@ -432,7 +432,7 @@ class _Search:
 
 @dataclass(slots=True)
 class _Order:
-    """The order in which tasks take sequences: a row for each, where it stands in the list and how long it is."""
+    """The order in which tasks take sequences: offset and length of each in the list."""
 
     file: IO[bytes] | None
     rows: int = 0
@@ -449,7 +449,7 @@ class _Order:
 
 @contextmanager
 def _order(folder: RunFolder | None) -> Iterator[_Order]:
-    """Give the order of a run, to be added to; without a run it is only counted."""
+    """Open the order file of a run; without a run only count."""
     if folder is None:
         yield _Order(None)
         return
@@ -459,7 +459,7 @@ def _order(folder: RunFolder | None) -> Iterator[_Order]:
 
 
 def _told_of(of: str, context: TaskContext) -> TaskContext:
-    """Return whom a task tells what it works on, so that what kills one encoder is left to the others."""
+    """Add the encoder to the names of items in work, so that only the encoder that they kill skips them."""
     return replace(context, on=lambda names: context.on([f"{name} of {of}" for name in names])) if of else context
 
 

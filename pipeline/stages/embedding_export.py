@@ -1,8 +1,8 @@
-"""The embeddings of a data set by its own ids, into one file: every record verified, nothing kept in memory.
+"""Exports the embeddings of a data set into one file: every record is verified, nothing is kept in memory.
 
-An id is that of the item where it is a bare sequence; a chain of a structure is `ITEM:CHAIN`, or `ITEM:ROLE:CHAIN`
-where both partners have a chain of that name. A partner that was embedded as one text is cut into its chains again, but
-has one mark, whose row each of them is given.
+A bare sequence has the id of its item; a chain of a structure is `ITEM:CHAIN`, or `ITEM:ROLE:CHAIN` if both partners
+have a chain of that name. A partner that was embedded as one text is cut into its chains again; all of them get the row
+of its one CLS mark.
 
 Shapes: L residues of a chain, T of the text that was embedded, D numbers of a residue.
 """
@@ -58,27 +58,27 @@ SPLITS_SAID = 8
 
 @dataclass(frozen=True, slots=True)
 class WantedExport:
-    """What is exported, and as what."""
+    """What to export, and in which format."""
 
     format: str
     pool: str = NONE
     encoder: str = MAIN
     split: str | None = None  # None: all
     replace: bool = False
-    partial: bool = False  # whether what has no embedding is left out
+    partial: bool = False  # whether to skip what has no embedding
 
 
 @dataclass(slots=True)
 class Exported:
-    """What became of an export."""
+    """The result of an export."""
 
     ids: int = 0
     items: int = 0
     residues: int = 0
-    rejected: int = 0  # items that scanning or embedding refused
+    rejected: int = 0  # items that scanning or embedding rejected
     unscanned: int = 0  # items
     missing: int = 0  # chains without an embedding
-    joined: int = 0  # chains of a partner whose one mark was taken for each of them
+    joined: int = 0  # chains that share the CLS row of their partner
     lacking: list[str] = field(default_factory=list)  # the first of them
     splits: Counter[str] = field(default_factory=Counter)
 
@@ -88,13 +88,13 @@ class Exported:
         return {name: getattr(self, name) for name in names}
 
     def lack(self, name: str) -> None:
-        """Remember a few of those that are missing."""
+        """Count a missing embedding; remember the first few."""
         if len(self.lacking) < NAMED:
             self.lacking.append(name)
 
 
 class _ChainRows(NamedTuple):
-    """A chain, and which rows of which text are its own."""
+    """A chain, and its rows in the embedding of a text."""
 
     whose: EmbeddedId
     text: str
@@ -102,7 +102,7 @@ class _ChainRows(NamedTuple):
 
 
 def export_embeddings(project: Project, out: Path, wanted: WantedExport) -> Exported:
-    """Write the embeddings of a data set's proteins into a file; raise, and write nothing, where some are missing."""
+    """Write the embeddings of a data set's proteins into a file; if some are missing, raise and write nothing."""
     _refuse(project, out, wanted)
     project = _of_encoder(project, wanted)
     recipe, width = project.encoding.recipe, project.encoding.weights.dim
@@ -119,7 +119,7 @@ def export_embeddings(project: Project, out: Path, wanted: WantedExport) -> Expo
 
 
 def _of_encoder(project: Project, wanted: WantedExport) -> Project:
-    """Return the project as it is for the encoder; who wants rows of marks wants the records that have them."""
+    """Return the project of the encoder; rows of CLS marks need the records that have them."""
     if (of_encoder := project.encoders.get(wanted.encoder)) is None:
         known, problem = ", ".join(project.encoders), f"unknown encoder {wanted.encoder!r}"
         raise ConfigError(problem, where="--encoder", remedy=f"use one of {known}")
@@ -131,7 +131,7 @@ def _of_encoder(project: Project, wanted: WantedExport) -> Project:
 
 
 def _refuse(project: Project, out: Path, wanted: WantedExport) -> None:
-    """Raise where there is nothing to export, or no place for it."""
+    """Raise if there is nothing to export or the file cannot be written."""
     if is_reader(project.config):
         remedy = Command.submit("predict", then="   (a task can write embeddings of its reader's items)")
         raise ConfigError("items of a reader have no embeddings in the cache", where="data.source", remedy=remedy)
@@ -151,10 +151,10 @@ def _refuse(project: Project, out: Path, wanted: WantedExport) -> None:
 def _embedded(
     project: Project, out: Path, wanted: WantedExport, form: ExportForm, exported: Exported
 ) -> Iterator[tuple[EmbeddedId, NDArray[Any]]]:
-    """Yield every chain of the data set; once something is missing, only count, and raise in the end."""
+    """Yield every chain of the data set; after the first missing one only count, and raise at the end."""
     encoding, seen = project.encoding, SeenIds()
     recipe, store = encoding.recipe, encoding.shelves.embeddings
-    verifier = EmbeddingVerifier(recipe, WholeRecords(store, 0, encoding.named))  # read once, where it is exported
+    verifier = EmbeddingVerifier(recipe, WholeRecords(store, 0, encoding.named))  # each is read once, below
     listed = worklist.known_items(project, None, worklist.list_items(project))
     for entries in in_chunks(listed, worklist.LOOKED_UP_AT_ONCE):
         chains = list(_chains(project, entries, wanted, exported))
@@ -207,7 +207,7 @@ def _chains(
 
 
 def _inventory(project: Project, known: KnownItem) -> Inventory | None:
-    """Return the inventory of an item; files that were moved or touched since the scan are told by their content."""
+    """Return the inventory of an item; files moved or touched since the scan are recognized by their content."""
     if known.inventory is not None:
         return known.inventory
     return look_again(known.item, project.recipe, project.shelves, 0).inventory
@@ -257,7 +257,7 @@ def _verified(
 def _pooled(
     rows_LD: NDArray[Any], record: Record, chain: _ChainRows, wanted: WantedExport, form: ExportForm
 ) -> NDArray[Any]:
-    """Return what is written of a chain."""
+    """Return the rows or the vector to write for a chain."""
     if not len(rows_LD):
         problem = f"{chain.whose.id} has no rows: its partner's text was truncated before it"
         remedy = Command.submit("embed").with_settings(("embed.long.policy", "windows"))
@@ -270,7 +270,7 @@ def _pooled(
 
 
 def _refuse_incomplete(exported: Exported, out: Path, wanted: WantedExport) -> None:
-    """Raise where something is missing, so that no file is published; and where there is nothing at all."""
+    """Raise if an embedding is missing, or if there is none at all, so that no file is published."""
     if wanted.split is not None and wanted.split not in exported.splits and len(exported.splits) < SPLITS_SAID:
         there = ", ".join(sorted(filter(None, exported.splits))) or "none: the table has no column split"
         what, where = f"no item is in this split; there are: {there}", f"--split {wanted.split}"

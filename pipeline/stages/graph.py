@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from pipeline.stages.stage import Outcomes
     from pipeline.store.store import WholeRecords
 
-WORTHWHILE_S = 10  # from when on another task pays
-ATOMS_PER_S = 500_000  # read and turned into a graph; cautious, and only for cutting work into tasks
+WORTHWHILE_S = 10  # below this, another task costs more than it saves
+ATOMS_PER_S = 500_000  # a cautious value, used only to size tasks
 BYTES_PER_ATOM = 32  # of a stored graph, about
 BYTES_PER_EDGE = 2
 
 
 class GraphStage(Stage):
-    """Structures in, a graph of each item in the store, and the table of what can be trained on."""
+    """Stores a graph of each item, and the table of items for training."""
 
     name = StageName.GRAPH
     kinds = ("graph", "sets")
@@ -65,7 +65,7 @@ class GraphStage(Stage):
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Compare the items of a data set with the store; list those without a graph."""
         counts = Counter(dict.fromkeys(COUNTED, 0))
-        offsets, atoms = array("Q"), array("Q")  # where each missing item begins in the list; what it costs
+        offsets, atoms = array("Q"), array("Q")  # offsets of missing items in the list, and their costs
         with Lines(folder.todo(self.name) if folder else None) as lines:
             for tally in _tallies(project, folder):
                 counts.update(tally.counts)
@@ -88,7 +88,7 @@ class GraphStage(Stage):
         return StageSurvey(counts, shards, bytes=int(atoms_N.sum()) * atom_bytes)
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a scanning task, in which graphs may be built as well."""
+        """Return the memory of a task: that of scanning, which can build graphs, too."""
         return scan_bytes(project.config)
 
     def work(self, project: Project, folder: RunFolder, task: int, context: TaskContext) -> Outcomes:
@@ -100,7 +100,7 @@ class GraphStage(Stage):
         return project.graphs.recipe.plain()
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Graphed:
-        """Count the items, list the rejected ones, and write the table of the rest for training."""
+        """Count the items, list the rejected ones, and write the table of the others for training."""
         required = worklist.required_items(folder, self.name)
 
         def count() -> Graphed:
@@ -115,7 +115,7 @@ class GraphStage(Stage):
         return wait_until_complete((*project.shelves.stores(), project.graphs.store), count, patience_s)
 
     def check(self, project: Project, folder: RunFolder, judged: Graphed) -> list[str]:  # noqa: ARG002
-        """Record the table of items for training; warn where graphs were not built yet."""
+        """Record the table of items for training; warn if graphs were not built yet."""
         with writing_run(folder.table):
             folder.table.write_text(judged.table)
         if judged.kept:
@@ -167,7 +167,7 @@ class GraphTally(StageTally):
 
 
 def _tallies(project: Project, folder: RunFolder | None) -> Iterator[GraphTally]:
-    """Yield what the store has of each block of the data set; with a run, whose judgement follows, all is verified."""
+    """Yield the tally of each block of the data set; for a run, which is then judged, verify every graph."""
     recipe, kept, labels = project.graphs.recipe, project.config.graph.cache, project.source.labels
     verifier, barred = project.graphs.verifier(limited=folder is None), left_out_items(folder, StageName.GRAPH)
 
@@ -184,7 +184,7 @@ def _tallies(project: Project, folder: RunFolder | None) -> Iterator[GraphTally]
             assert isinstance(entry, KnownItem)
             if meta is None or entry.key is None:
                 tally.absent.append(entry)
-            elif meta:  # else a plan has read `cache.verify_bytes`, and only knows that it is there
+            elif meta:  # a plan verifies only up to `cache.verify_bytes`, then trusts the index
                 tally.accept(entry.item, recipe.key(entry.key), meta["sizes"], labels, kept=kept)
         there = len(block.entries) - tally.counts["refused"] - len(tally.absent)
         tally.counts.update({"items": len(block.entries), "cached" if kept else "unkept": there})
@@ -195,7 +195,7 @@ def _tallies(project: Project, folder: RunFolder | None) -> Iterator[GraphTally]
 
 
 def _rejected(item: Item, meta: Mapping[str, Any] | None, barred: Mapping[str, tuple[Reason, str]]) -> Rejection | None:
-    """Return the rejection of an item that has no graph and cannot have one; None otherwise."""
+    """Return the rejection of an item that cannot have a graph, or None."""
     if meta is None:
         return worklist.rejection(item, *barred[item.id]) if item.id in barred else None
     return worklist.rejection(item, Reason(meta["reason"]), meta["detail"]) if "reason" in meta else None
@@ -204,7 +204,7 @@ def _rejected(item: Item, meta: Mapping[str, Any] | None, barred: Mapping[str, t
 def _metas(
     project: Project, entries: Iterable[KnownItem | Rejection], verifier: WholeRecords
 ) -> Mapping[bytes, Mapping[str, Any]]:
-    """Return the metadata of the graphs that are there by their keys; if graphs are not kept, expected sizes."""
+    """Return the metadata of stored graphs by key; if graphs are not stored, their expected sizes."""
     known = [entry for entry in entries if isinstance(entry, KnownItem)]
     scanned = {project.graphs.recipe.key(one.key): one.inventory for one in known if one.key and one.inventory}
     if project.config.graph.cache:
@@ -213,7 +213,7 @@ def _metas(
 
 
 def remake_graph(project: Project, folder: RunFolder, name: str, key: bytes) -> bool:
-    """Rebuild the graph of an item from its files; tell whether the cache has it then."""
+    """Rebuild the graph of an item from its files; return whether the cache has it then."""
     graphs = project.graphs
     entries = read_items(folder.items) if folder.items.exists() else list_items(project)
     items = islice((entry for entry in entries if isinstance(entry, Item) and entry.id == name), 1)

@@ -1,7 +1,7 @@
-"""The plan of a stage, computed before it begins: its tasks, the limits of the cluster, its jobs and their GPUs.
+"""Plans a stage before it begins: its tasks, its jobs, their limits and their GPUs.
 
-A request admits the cards of its partition, of its type (`gpu:a100:1`) and with one of the features of its constraint.
-It is made only where the plan fits every card that it admits, whichever the scheduler picks.
+A request admits the GPUs of its partition, of its type (`gpu:a100:1`) and with a feature of its constraint. It is made
+only if the plan fits every GPU that it admits, because the scheduler may pick any.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
     from pipeline.stages.stage import Stage
 
 
-FORKED = (StageName.EMBED, StageName.TRAIN, StageName.EVALUATE, StageName.PREDICT)  # they import torch
-_TIE_S = 60.0  # estimates of starts that lie closer than this are no reason to take a larger card
+FORKED = (StageName.EMBED, StageName.TRAIN, StageName.EVALUATE, StageName.PREDICT)  # these stages import torch
+_TIE_S = 60.0  # a larger GPU must start earlier by more than this
 _REMEDY = (
     "pipeline config show   (cluster.slurm.cards lists this cluster's GPUs; mem, gres and feature distinguish them)"
 )
 
 
 def eligible(cards: Sequence[CardSection], need_bytes: int, gpus: int) -> dict[Request, int]:
-    """Return the requests that admit only cards with so much memory, each with the memory of its smallest card.
+    """Return the requests that admit only GPUs with enough memory, each with the memory of its smallest GPU.
 
-    Raise PlanInfeasible if there are none; without cards to choose from, the request says nothing of them.
+    Raise PlanInfeasible if there are none. Without configured GPUs the request does not name a type.
     """
     if not cards or not gpus:
         return {Request(gpus=gpus): 0}
@@ -69,7 +69,7 @@ def eligible(cards: Sequence[CardSection], need_bytes: int, gpus: int) -> dict[R
 
 
 def first_to_start(requests: Mapping[Request, int], start_of: Callable[[Request], float | None], now: float) -> Request:
-    """Return the request whose job starts first; of several within a minute, that of the smallest card."""
+    """Return the request whose job starts first; of several within a minute, the one for the smallest GPU."""
     starts = {request: max(start, now) for request in requests if (start := start_of(request)) is not None}
     first = min(starts.values(), default=0.0)
     together = [request for request, start in starts.items() if start <= first + _TIE_S]
@@ -79,9 +79,9 @@ def first_to_start(requests: Mapping[Request, int], start_of: Callable[[Request]
 def _admitting(
     cards: Sequence[CardSection], partition: str | None, gres: str | None, need_bytes: int, gpus: int
 ) -> tuple[Request, int] | None:
-    """Return the request for cards of a partition and type (without one, of every type); None if nothing fits.
+    """Return the request for GPUs of a partition and type (empty: every type); None if none of them fits.
 
-    It has a constraint where it would admit cards that are too small.
+    A constraint excludes GPUs that are too small.
     """
     admitted = [card for card in cards if card.partition == partition and gres in (None, card.gres)]
     constraint = ""
@@ -105,14 +105,14 @@ def _shortage(cards: Sequence[CardSection], need_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """The plan of a stage: computed once, and recorded when the stage is submitted."""
+    """The plan of a stage; it is recorded when the stage is submitted."""
 
     stage: Stage
     survey: StageSurvey
     limits: Limits
     job: StageJob  # of first attempts, with all of its tasks
     own: Mapping[str, StageJob] = field(default_factory=dict)  # by encoder, or point of a sweep
-    name: str = ""  # where it is a part of another: of which encoder
+    name: str = ""  # the encoder, if this plan is a part of another
 
     @property
     def ask(self) -> Ask:
@@ -123,14 +123,14 @@ class StagePlan:
         return f"{self.stage.name} {self.name}".rstrip()
 
     def parts(self) -> list[StagePlan]:
-        """Return the plan of each encoder, where there are several, else this one."""
+        """Return the plan of each encoder if there are several, else only this one."""
         return [
             StagePlan(self.stage, survey, self.limits, self.own.get(name, self.job), name=name)
             for name, survey in self.survey.parts.items()
         ] or [self]
 
     def jobs(self) -> Iterable[StageJob]:
-        """Return the jobs as they are submitted: the points of a sweep share theirs."""
+        """Return the jobs to submit; the points of a sweep share one."""
         return self.own.values() if self.survey.parts and self.own else [self.job]
 
     def counts(self) -> dict[str, int]:
@@ -151,9 +151,9 @@ class StagePlan:
 
 
 def plan_stage(project: Project, stage: Stage, executor: Executor, folder: RunFolder | None) -> StagePlan:
-    """Compare the data set with the store, cut what is missing into tasks, and decide on their resources.
+    """Find the missing work, cut it into tasks, and choose their resources.
 
-    Where there is a folder, the share of each task is written into it, and the GPUs are chosen.
+    With a run folder, also write the share of each task into it, and choose the GPUs.
     """
     survey = stage.survey(project, folder, tasks_at_once(project.config, stage, executor))
     if folder is not None:
@@ -175,18 +175,18 @@ def _own_job(
     survey: StageSurvey,
     folder: RunFolder | None,
 ) -> StageJob:
-    """Return the job of the tasks of one encoder or point: like that of all, but for the memory."""
+    """Return the job for the tasks of one encoder or point: that of all tasks, with its own memory."""
     tasks = [number for number, shard in enumerate(survey.shards) if shard.of == name]
     job = first_job(stage.at(project, name), stage, executor, folder)
     ask = replace(job.ask, partition="") if first.partition else job.ask
-    ask = first.ask if first.sharing > 1 else ask  # equal ones, so that they share a job
+    ask = first.ask if first.sharing > 1 else ask  # equal requests share a job
     job = replace(job, tag=first.tag, tasks=format_ranges(tasks), ask=ask, where="" if first.partition else job.where)
     job = replace(job, card=first.card, partition=first.partition, constraint=first.constraint)
     return replace(job, sharing=first.sharing)
 
 
 def side_by_side(project: Project, stage: Stage, executor: Executor, job: StageJob) -> StageJob:
-    """Return the job with as many tasks side by side as share its GPU, and as fit on a node."""
+    """Return the job with as many tasks side by side as share its GPU and fit on a node."""
     wanted = min(stage.sharing(project), len(parse_ranges(job.tasks)))
     most, why = wanted, ""
     while most > 1:
@@ -213,13 +213,13 @@ def tasks_at_once(config: Config, stage: Stage, executor: Executor) -> int:
 
 
 def limits_of(config: Config, stage: Stage, executor: Executor, partition: str = "") -> Limits:
-    """Return the limits of a stage's tasks in a partition; by default in the configured one."""
+    """Return the limits of a stage's tasks in a partition. Default: the configured one."""
     request = Request.of(stage.resources(config))
     return executor.limits_of(replace(request, partition=partition or request.partition))
 
 
 def candidates(project: Project, stage: Stage, executor: Executor) -> tuple[Candidate, ...]:
-    """Return the partitions that a stage's tasks may go to, the first choice first; none where only one is named."""
+    """Return the partitions that a stage's tasks may use, the best first; empty if only one is configured."""
     resources, site = stage.resources(project.config), project.config.cluster.slurm
     if resources.partition or project.config.cluster.executor != "slurm":
         return ()
@@ -227,13 +227,13 @@ def candidates(project: Project, stage: Stage, executor: Executor) -> tuple[Cand
 
 
 def _placed(project: Project, stage: Stage, executor: Executor, job: StageJob) -> StageJob:
-    """Return a job with the partition that it goes to, where it may go to several, and why."""
+    """Return a job with its partition, chosen among several, and the reason."""
     where, why = place(project, stage, executor, job.ask)
     return replace(job, ask=replace(job.ask, partition=where), where=why)
 
 
 def place(project: Project, stage: Stage, executor: Executor, ask: Ask) -> tuple[str, str]:
-    """Return the partition for a stage's task that asks for so much, and why it; both empty where it has no choice."""
+    """Return the partition for such a request, and the reason; both empty if only one is configured."""
     if not (found := candidates(project, stage, executor)):
         return "", ""
     nodes = stage.resources(project.config).nodes
@@ -244,7 +244,7 @@ def place(project: Project, stage: Stage, executor: Executor, ask: Ask) -> tuple
 def first_job(
     project: Project, stage: Stage, executor: Executor, folder: RunFolder | None = None, tasks: int = 1
 ) -> StageJob:
-    """Return the job of first attempts, with memory as configured, else as measured before, else as planned."""
+    """Return the job of first attempts; its memory is the configured, else the measured, else the planned."""
     limits, resources = limits_of(project.config, stage, executor), stage.resources(project.config)
     planned_bytes, recipe = stage.mem_bytes(project), recipe_name(project, stage)
     mem_bytes, why = _first_bytes(project, stage, limits, planned_bytes, recipe)
@@ -273,13 +273,13 @@ def _first_bytes(project: Project, stage: Stage, limits: Limits, planned_bytes: 
         return asked_bytes(resources, planned_bytes), "as configured"
     cluster = cluster_name(project.config)
     suggested = profiles_of(project.config).suggest(stage.name, recipe, cluster, planned_bytes=planned_bytes)
-    least_bytes = 0 if stage.is_script else planned_bytes  # a mere guess is no reason to refuse a small machine
+    least_bytes = 0 if stage.is_script else planned_bytes  # do not refuse a small machine because of a guess
     mem_bytes = min(suggested.mem_bytes, max(limits.mem_bytes or suggested.mem_bytes, least_bytes))
     return mem_bytes, script_stage.STATED if stage.is_script and not suggested.tasks else suggested.why
 
 
 def on_cards(project: Project, stage: Stage, executor: Executor, folder: RunFolder, job: StageJob) -> StageJob:
-    """Return the job on the GPUs where it would end first; unchanged where no cards are configured."""
+    """Return the job on the GPUs where it would end first; unchanged if no GPUs are configured."""
     config = project.config
     cards, common = config.cluster.slurm.cards, stage.resources(config).constraint or ""
     if not cards or not job.gpus or config.cluster.executor != "slurm":
@@ -303,7 +303,7 @@ def on_cards(project: Project, stage: Stage, executor: Executor, folder: RunFold
 
 
 def script_outline(project: Project, stage: Stage, executor: Executor) -> dict[str, Any]:
-    """Return what is known of a script before it has run, with the resources of its first attempt."""
+    """Return the plan of a script, with the resources of its first attempt."""
     first, limits = first_job(project, stage, executor), limits_of(project.config, stage, executor)
     return script_stage.outline(project, first.ask.mem_bytes, first.why, limits.mem_bytes)
 
@@ -314,7 +314,7 @@ def recipe_name(project: Project, stage: Stage) -> str:
 
 
 def refuse_unfit_disk(project: Project, survey: StageSurvey, kinds: Iterable[str]) -> None:
-    """Raise when the cache's disk cannot be written, or has no room for what a stage will make."""
+    """Raise if the cache's disk is read-only or too full for the results of a stage."""
     root = project.config.cache.root
     place = next(folder for folder in (root, *root.parents) if folder.exists())
     layouts = [KindLayout(root / kind) for kind in kinds]
@@ -323,7 +323,7 @@ def refuse_unfit_disk(project: Project, survey: StageSurvey, kinds: Iterable[str
         with tempfile.TemporaryFile(dir=place):
             free_bytes = shutil.disk_usage(place).free
         if closed := next((folder for folder in written if folder.exists() and not os.access(folder, os.W_OK)), None):
-            place = closed  # another user's, made for that user alone
+            place = closed  # a private folder of another user
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         what = f"the cache cannot be written: {error.strerror}; {whose(place)}"
@@ -341,7 +341,7 @@ def job_of(folder: RunFolder | None, config: Config, job: StageJob) -> Job:
     resources, ranks = stage.resources(config), stage.starts_on_node(config)
     request = Request.of(resources)
     if ranks < resources.ranks_per_node:
-        request = replace(request, ranks=ranks if resources.nodes * ranks > 1 else 0)  # it starts the others itself
+        request = replace(request, ranks=ranks if resources.nodes * ranks > 1 else 0)  # it starts the others
     request = replace(
         request,
         cpus=job.cpus * resources.ranks_per_node // ranks * job.sharing,
@@ -368,13 +368,13 @@ def job_of(folder: RunFolder | None, config: Config, job: StageJob) -> Job:
         tag=job.tag,
         sees=folders_inside(config, folder.task_root if folder else None),
         fork_server=module_command(TASK_SERVER, folder) if folder and _is_before_forks(folder, config, job) else (),
-        # not what was killed, nor what starts others
+        # excludes killed tasks and processes that start others
         fork_words=len(words) if job.attempt == job.sharing == 1 and _is_forked(config, stage) else 0,
     )
 
 
 def _is_forked(config: Config, stage: Stage) -> bool:
-    """Tell whether a stage's tasks are forked: on this machine, those that import torch and start no others."""
+    """Tell whether tasks are forked: on one machine, if they import torch and start no processes."""
     if stage.name not in FORKED or config.cluster.executor == "slurm" or stage.is_script:
         return False
     resources = stage.resources(config)
@@ -382,7 +382,7 @@ def _is_forked(config: Config, stage: Stage) -> bool:
 
 
 def _is_before_forks(folder: RunFolder, config: Config, job: StageJob) -> bool:
-    """Tell whether tasks of this stage or of a later one are forked, in the environment that these have."""
+    """Tell whether tasks of this stage or a later one are forked, with the environment of this stage's."""
     stages = json.loads(folder.stages.read_text()) if folder.stages.exists() else []
     names = stages[stages.index(job.stage) :] if job.stage in stages else []
     ahead = (table.stage(name, config) for name in names)

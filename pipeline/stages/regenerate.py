@@ -1,4 +1,4 @@
-"""The last stage of a run that regenerates records: which of those that a damage list names are whole again."""
+"""The last stage of a run that regenerates records: reports which records of the damage list are intact again."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ MADE = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # records of other ki
 
 @dataclass(slots=True)
 class Regenerated(Judged):
-    """The records of a damage list, and what became of them; its items are those records."""
+    """The state of the records of a damage list; its items are these records."""
 
-    source: str = ""  # the list; empty: everything that was missing
+    source: str = ""  # the damage list; empty: all missing records
     named: dict[str, int] = field(default_factory=dict)  # kind → records
     whole: dict[str, int] = field(default_factory=dict)
-    replaced: int = 0  # embeddings for which another suitable one is there
+    replaced: int = 0  # embeddings that another suitable one replaces
     unmade: dict[str, int] = field(default_factory=dict)  # of items of this data set that were rejected
-    foreign: dict[str, int] = field(default_factory=dict)  # that no item of this data set makes
+    foreign: dict[str, int] = field(default_factory=dict)  # records that no item of this data set needs
     later: dict[str, int] = field(default_factory=dict)  # records that are made when they are needed
     unscanned: int = 0  # items of this data set whose records are unknown
-    untold: list[str] = field(default_factory=list)  # kinds of which everything missing was to be made
+    untold: list[str] = field(default_factory=list)  # kinds whose missing records were all to be made
 
 
 class RegenerateStage(Stage):
-    """Reports which named records are whole again, after the stages that make them."""
+    """Reports which named records are intact again, after the stages that make them."""
 
     name = StageName.REGENERATE
     needs = MADE
@@ -79,7 +79,7 @@ class RegenerateStage(Stage):
         return {}
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Regenerated:  # noqa: ARG002
-        """Find which of the named records are whole, and why the others are not."""
+        """Find which of the named records are intact, and why the others are not."""
         only = project.only
         judged = Regenerated(source=only.source, untold=sorted(only.untold))
         absent = dict[str, set[bytes]]()
@@ -97,7 +97,7 @@ class RegenerateStage(Stage):
         return judged
 
     def check(self, project: Project, folder: RunFolder, judged: Regenerated) -> list[str]:  # noqa: ARG002
-        """Raise where a named record could not be made; return remarks on the others."""
+        """Raise if a named record could not be made; return remarks on the others."""
         lines = []
         if unmade := sum(judged.unmade.values()):
             lines.append(f"{unmade:,} of rejected items ({_by_kind(judged.unmade)}): less {folder.rejected}")

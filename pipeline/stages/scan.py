@@ -1,6 +1,6 @@
 """Stage scan: finds the items of a data set without an inventory, and scans them.
 
-Structures are scanned file by file; what a reader gives is read in one task, from beginning to end.
+Structures are scanned file by file. A reader's items are read in one task, from beginning to end.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ BYTES_PER_FILE_BYTE = 16  # an mmCIF file of 38 MB was seen to take 587 MB
 BYTES_PER_PAE_BYTE = 8  # and predicted aligned errors in another file
 ATOMS_PER_RESIDUE = 10  # heavy ones, on the average
 BYTES_PER_EDGE = 100  # of an atom graph while it is built
-TASKS_PER_SLOT = 4  # enough that the last task to finish is short
-FEWEST_PER_TASK, MOST_PER_TASK = 256, 2048  # a task costs a second of CPU, as 200 PDB files do, and a published file
+TASKS_PER_SLOT = 4  # enough tasks that the last one to finish is short
+FEWEST_PER_TASK, MOST_PER_TASK = 256, 2048  # a task costs a second of CPU, like 200 PDB files, and a shard
 FEWEST_PER_JOB = 512  # and on a cluster a place in the queue
-ITEMS_PER_S = 20  # mmCIF files; cautious, and only for cutting work into tasks
+ITEMS_PER_S = 20  # mmCIF files; a cautious value, used only to size tasks
 AT_A_GLANCE = frozenset({Reason.MISSING_FILE, Reason.UNREADABLE_FILE, Reason.FILE_TOO_LARGE, Reason.NEEDS_EXTRA})
 
 
 class ScanStage(Stage):
-    """Structures in, an inventory of every item in the store."""
+    """Stores an inventory of every item."""
 
     name = StageName.SCAN
     kinds = ("scan", "files", "sets")
@@ -86,9 +86,9 @@ class ScanStage(Stage):
         return next(worklist.list_items(project), None)
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
-        """Compare the data set with the store; with a run folder, list all items and the missing ones there."""
+        """Find the items without an inventory; with a run folder, list all items and the missing ones there."""
         counts = Counter(dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "unnamed"), 0))
-        offsets = array("Q")  # where each missing item begins in the todo file, and the end: 8 bytes an item
+        offsets = array("Q")  # offsets of the missing items in the list, and its end
         with Lines(folder.todo(self.name) if folder else None) as todo:
             for tally in _tallies(project, folder, again=False):
                 counts.update(tally.counts)
@@ -121,7 +121,7 @@ class ScanStage(Stage):
         return plain_recipe(project.recipe)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Census:
-        """Take the census of all items by the store, and list the rejected ones."""
+        """Take the census of all items; list the rejected ones."""
         required = worklist.required_items(folder, self.name)
 
         def count() -> CensusTally:
@@ -151,7 +151,7 @@ def scan_bytes(config: Config) -> int:
 
 
 def _is_named(known: KnownItem, project: Project) -> bool:
-    """Tell whether a confined run may scan an item: its own record, or one of its files, is to be made."""
+    """Tell whether a run confined to a damage list may scan an item."""
     only = project.only
     if known.key is not None:
         return only.names(StageName.SCAN, known.key)
@@ -186,12 +186,12 @@ def _tallies(project: Project, folder: RunFolder | None, *, again: bool = True) 
         tally.counts.update(items=items, refused=refused, unusable=unusable, cached=cached)
         return tally
 
-    recipe = {"scan": plain_recipe(project.recipe), "graph": graphs.plain()}  # whose keys are listed
+    recipe = {"scan": plain_recipe(project.recipe), "graph": graphs.plain()}
     return tallies(project, folder, StageName.SCAN, recipe, CensusTally, count, again=again)
 
 
 def _items_per_task(project: Project, missing: int, at_once: int) -> int:
-    """Return how many items a task takes: as configured, else for a few tasks in each slot, within limits."""
+    """Return the items per task: as configured, else for a few tasks in each slot, within limits."""
     configured = project.config.cluster.scan.items_per_task
     if configured != "auto":
         return int(configured)
@@ -202,7 +202,7 @@ def _items_per_task(project: Project, missing: int, at_once: int) -> int:
 
 
 def _checked_leaks(project: Project, what: str) -> list[str]:
-    """Raise, warn or do nothing about leaks between splits, as configured."""
+    """Raise, warn or ignore leaks between splits, as configured."""
     data = project.config.data
     if what and data.on_leak == "error":
         remedy = Command.submit("scan", before="correct the splits   or   ").with_settings(("data.on_leak", "warn"))
@@ -211,7 +211,7 @@ def _checked_leaks(project: Project, what: str) -> list[str]:
 
 
 def describe_leaks(census: Census, folder: RunFolder) -> str:
-    """Describe what is in several splits, with a few items of each kind by name."""
+    """Describe what several splits share, with the names of a few items."""
     wanted = {ordinal for leak in census.leaks for ordinal in leak.items}
     names = {ordinal: entry.id for ordinal, entry in worklist.items_at(folder.items, sorted(wanted))}
     lines = []
@@ -224,7 +224,7 @@ def describe_leaks(census: Census, folder: RunFolder) -> str:
 
 READER_BYTES = 1 << 30  # an interpreter, and what a reader holds of a file
 TOLD_EVERY = 100  # items
-SETTLING_S = 3.0  # after which the times of a file prove something, on any file system
+SETTLING_S = 3.0  # after this, equal times prove an unchanged file on any file system
 
 
 @dataclass(slots=True)
@@ -233,14 +233,14 @@ class EntriesRead(Judged):
 
     splits: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, dict[str, float]] = field(default_factory=dict)  # rows along each axis
-    chains: dict[str, int] = field(default_factory=dict)  # of which there are none
+    chains: dict[str, int] = field(default_factory=dict)  # names of arrays that no item has
     leaks: int = 0
     leak: str = ""
     table: str = ""  # its key
 
 
 class ReaderScanStage(Stage):
-    """A reader's items in, a table of the usable ones out: read once, from beginning to end."""
+    """Makes the table of a reader's usable items; the data set is read once, from beginning to end."""
 
     name = StageName.SCAN
     kinds = ScanStage.kinds
@@ -249,7 +249,7 @@ class ReaderScanStage(Stage):
         return refuse_unreadable(project)
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
-        """Find out whether the data set was read in its present state."""
+        """Find out whether the data set was read before in its present state."""
         known = None
         with suppress(CacheDamaged, RecordMissing):
             known = next((earlier for earlier, _, _ in reader_tables(project)), None)
@@ -260,7 +260,7 @@ class ReaderScanStage(Stage):
                 _take_over(known, folder)
         cached = int(known is not None)
         counts = {"items": 1, "refused": 0, "unusable": 0, "cached": cached, "missing": 1 - cached, "sets": 1}
-        return StageSurvey(counts, () if known else (Shard(0, 1, 1),))  # one thing, which cannot be halved
+        return StageSurvey(counts, () if known else (Shard(0, 1, 1),))  # one unit of work: cannot be split
 
     def mem_bytes(self, project: Project) -> int:  # noqa: ARG002
         return READER_BYTES
@@ -290,7 +290,7 @@ class ReaderScanStage(Stage):
         yield None
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> EntriesRead:
-        """Return the result of reading, if the store has its table."""
+        """Return the counts of the table, if the store has it."""
         store = project.cache.kind(KIND)
 
         def look() -> EntriesRead:
@@ -304,7 +304,7 @@ class ReaderScanStage(Stage):
         return wait_until_complete([store], look, patience_s)
 
     def check(self, project: Project, folder: RunFolder, judged: EntriesRead) -> list[str]:
-        """Raise or warn about leaks as configured, and record the table of items."""
+        """Raise or warn about leaks, as configured; record the table of items."""
         more = f" (and {judged.leaks - 1:,} more: duplicate_id in {folder.rejected})" if judged.leaks > 1 else ""
         warnings = _checked_leaks(project, judged.leak and judged.leak + more)
         with writing_run(folder.table):
@@ -313,7 +313,7 @@ class ReaderScanStage(Stage):
 
 
 def _take_over(known: RunFolder, folder: RunFolder) -> None:
-    """Copy the result of an earlier run that read the same."""
+    """Copy the result of an earlier run that read the same data."""
     with writing_run(folder.entered):
         if known.rejected.exists():
             shutil.copyfile(known.rejected, folder.rejected)
@@ -326,7 +326,7 @@ def _write(folder: RunFolder, result: Mapping[str, Any]) -> None:
 
 
 def _settled_digest(reader: Reader) -> str:
-    """Return the digest of the reader's files, once their times show that they no longer change, or after a while."""
+    """Return the digest of the reader's files, once their times prove that they are settled, or after a while."""
     digests = [""]
 
     def is_still() -> bool:
@@ -338,7 +338,7 @@ def _settled_digest(reader: Reader) -> str:
 
 
 def _noted(reader: Reader, context: TaskContext) -> Iterator[Entry | Rejection]:
-    """Yield the items, noting now and then which one it is at, in case the process dies."""
+    """Yield the items; note now and then which one is being read, in case the process dies."""
     for number, entry in enumerate(reader.entries()):
         if number % TOLD_EVERY == 0 and isinstance(entry, Entry | Rejection):
             context.report.figures[ITEMS_READ] = number

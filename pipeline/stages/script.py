@@ -1,11 +1,11 @@
 """Stage train with a user's own script (`train.command`) in place of a task.
 
-It is one task, which runs whenever it is asked for: only the script knows, from {output}, what it did before. Exit code
-0 is success. A script cannot be traced, so its first attempt gets memory and micro-batches by measurements of earlier
-runs of the same command, or a default; later attempts adapt.
+It is one task, which runs at every submission: only the script knows, from {output}, what it did before. Exit code 0 is
+success. A script cannot be traced, so the memory and micro-batches of its first attempt come from earlier runs of the
+same command, or are defaults; later attempts adapt.
 
-It runs where it lies, and is not frozen: an edit reaches the next attempt. For the command and its environment see
-`script.command`, for how its end is judged `script.script_process`.
+The script runs in its own folder and is not frozen: an edit takes effect at the next attempt. `script.command` explains
+the command and its environment; `script.script_process` how its end is judged.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from pipeline.script.script_process import ScriptOutcome
     from pipeline.stages.stage import Outcomes
 
-STATED_BYTES = 8 << 30  # of a process: torch on a card and data workers seldom take more
+STATED_BYTES = 8 << 30  # default for a process: torch on a GPU with data workers seldom takes more
 STATED = "default: a script's memory is unknown until it has run (set cluster.train.mem)"
-FIGURE = "script."  # prefix of its figures, whose names may equal those of ours
+FIGURE = "script."  # prefix of its figures, to keep them apart from ours
 PROGRESS = FIGURE + STEP
 BATCH_NAMES = frozenset({"micro_batch", "accumulation", "effective_batch"})
 EXPANDABLE = "expandable_segments:True"
@@ -68,7 +68,7 @@ OUT_OF_MEMORY = frozenset({Cause.GPU_OOM, Cause.HOST_OOM})
 
 
 class ScriptStage(Stage):
-    """A user's own script as a training: one task, which runs whenever it is asked for."""
+    """A user's own script as a training: one task, which runs at every submission."""
 
     name = StageName.TRAIN
     needs = RECORDS
@@ -79,7 +79,7 @@ class ScriptStage(Stage):
     unit = "task"
 
     def inspect(self, project: Project) -> None:
-        """Refuse a command that cannot be run, or that would train with another batch."""
+        """Refuse a command that cannot be run, or that would change the batch size of a step."""
         first_words(project)
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002 - one task
@@ -105,7 +105,7 @@ class ScriptStage(Stage):
         return starts_on_node(config)
 
     def work(self, project: Project, folder: RunFolder, task: int, context: TaskContext) -> Outcomes:  # noqa: ARG002
-        """Run the script, or one of its processes, to its end; raise Ended where it is not done."""
+        """Run the script, or one of its processes, to its end; raise Ended if it is not done."""
         config, place = project.config, context.place
         script = script_of(config)
         micro, accumulation = batches_of(config, context.shrink)
@@ -152,7 +152,7 @@ def script_of(config: Config) -> Script:
 
 
 def starts_on_node(config: Config) -> int:
-    """Return how many processes we start on each node: one where the command starts the others."""
+    """Return how many processes to start on each node: one if the command starts the others."""
     return 1 if script_of(config).launches else config.cluster.train.ranks_per_node
 
 
@@ -206,7 +206,7 @@ def output_of(config: Config) -> Path:
 
 
 class Ended(Exception):
-    """A script has ended and is not done: carries the exit code of its task, and the message for its record."""
+    """A script ended without being done; holds the exit code of its task and the message for the ledger."""
 
     def __init__(
         self, code: int, what: str = "", trouble: str = "", *, step: int = 0, further: bool = True, quiet: bool = False
@@ -214,15 +214,15 @@ class Ended(Exception):
         super().__init__(what)
         self.code, self.what, self.trouble = code, what, trouble
         self.step = step  # the last step that it reported; 0: none
-        self.further = further  # than it began, as far as can be seen
-        self.for_others = ""  # why it failed by itself, which ends the other processes
-        self.quiet = quiet  # another process was the reason, and reports it
+        self.further = further  # whether it made progress, as far as we can see
+        self.for_others = ""  # why this process failed, which ends the others
+        self.quiet = quiet  # another process caused this end and reports it
 
     @classmethod
     def of(cls, outcome: ScriptOutcome, *, saved: bool) -> Ended:
-        """Return the exception for an outcome; its last lines go in where the reason is unknown."""
+        """Return the exception for an outcome, with the last lines of output if the reason is unknown."""
         what, further = outcome.what, saved or outcome.told is not None or outcome.step > 0
-        if outcome.goes_on and not further:  # else one that always asks to go on would go on for ever
+        if outcome.goes_on and not further:  # without progress it could ask to be restarted for ever
             what += "; it was not asked to stop, saved nothing in {output} and reported no step"
         if not (outcome.reason or outcome.goes_on) and len(outcome.last_lines) > 1:
             what += "".join(f"\n    | {line[:LINE_MOST]}" for line in outcome.last_lines[-LINES_SHOWN:])
@@ -251,19 +251,19 @@ def _run(
         mem_bytes=context.mem_bytes,
         is_lost=is_lost,
     )
-    # Memory is asked for by node: its other processes are assumed to take as much.
+    # Memory is requested by node: assume that its other processes take as much.
     own_bytes = peak_of(resource.getrusage(resource.RUSAGE_SELF))
     context.report.figures["host_peak_bytes"] = (outcome.peak_rss_bytes + own_bytes) * starts_on_node(project.config)
     return outcome
 
 
 def stage_of(folder: RunFolder) -> StageStatus:
-    """Return the status of the stage, by the ledger."""
+    """Return the status of the stage from the ledger."""
     return StatusReader(folder).read().stages.get(StageName.TRAIN) or StageStatus(StageName.TRAIN)
 
 
 def newest_change(folder: Path) -> int:
-    """Return when a file in a folder, or in one below it, was last written; 0 where there is none."""
+    """Return the newest modification time of the files in a folder tree; 0 without files."""
     times = [0]
     for path in folder.rglob("*"):
         with suppress(OSError):  # it was removed meanwhile
@@ -272,10 +272,10 @@ def newest_change(folder: Path) -> int:
 
 
 def _settle(outcome: ScriptOutcome, peers: Peers, ending: Callable[[], int], *, saved: bool) -> None:
-    """Return when all processes are done; raise Ended if this one or another is not."""
+    """Wait until all processes are done; raise Ended if this one or another is not."""
     own = Ended.of(outcome, saved=saved)
     if own.for_others and not own.trouble and peers.place.world > 1:
-        wait_for(peers.has_lost, REASON_WITHIN_S, LOOK_EVERY_S)  # another's failure may be why this one failed
+        wait_for(peers.has_lost, REASON_WITHIN_S, LOOK_EVERY_S)  # perhaps this one failed because another did
     is_done = outcome.finished and (peers.place.world == 1 or peers.are_all_done(ending))
     if peers.has_lost() and not own.trouble:
         raise Ended(LOST, "another process of the script failed", quiet=True)
@@ -300,10 +300,10 @@ class Scripted(Trained):
 def outline(project: Project, mem_bytes: int, mem_why: str, most_bytes: int | None = None) -> dict[str, Any]:
     """Return the plan of the script as JSON data, as far as it is known before it has run.
 
-    Of its first attempt there is the memory, with the reason for that, of a node the most that it gives.
+    The memory is that of the first attempt, with the reason; the limit is the largest node.
     """
     config = project.config
-    smaller, why_none = _smaller(config)  # micro-batches of the attempts after GPU memory ran out; why there are none
+    smaller, why_none = _smaller(config)  # the micro-batches of later attempts; why none follow
     micro, accumulation = batches_of(config, 0)
     return {
         "stage": StageName.TRAIN,
@@ -340,7 +340,7 @@ def outline_lines(plan: Mapping[str, Any]) -> list[str]:
 
 
 def _smaller(config: Config) -> tuple[tuple[int, ...], str]:
-    """Return the micro-batches of attempts after GPU memory ran out, and why the run ends after the last."""
+    """Return the micro-batches of the attempts after GPU memory ran out, and why none follows the last."""
     script, tried = script_of(config), list[int]()
     while True:
         try:

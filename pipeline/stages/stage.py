@@ -36,28 +36,28 @@ LOOK_AGAIN_S = 0.5
 
 @dataclass(slots=True)
 class Judged:
-    """The result of a stage by the content of the store: items that can be used, cannot and why, or are missing."""
+    """The result of a stage by the content of the store: accepted, rejected (with reasons) and missing items."""
 
-    items: int = 0  # those that are known: accepted and rejected
+    items: int = 0  # accepted and rejected
     rejected: dict[str, int] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)
-    undone: int = 0  # items of which the store does not have everything
+    undone: int = 0  # items with missing records
     first_undone: str = ""
-    unnamed: int = 0  # further ones, which nobody asked for
+    unnamed: int = 0  # missing items that the run was not asked to make
 
     @property
     def accepted(self) -> int:
         return self.items - sum(self.rejected.values())
 
     def reject(self, rejected: Rejection) -> None:
-        """Count an item that was left out."""
+        """Count a rejected item."""
         self.items += 1
         reason = rejected.reason.value
         self.rejected[reason] = self.rejected.get(reason, 0) + 1
         self.examples.setdefault(reason, f"{rejected.id}: {rejected.detail}")
 
     def miss(self, item: str, *, required: bool = True) -> None:
-        """Count an item that has still to be done."""
+        """Count a missing item."""
         if not required:
             self.unnamed += 1
             return
@@ -75,12 +75,14 @@ Counted = TypeVar("Counted", bound=Judged)
 
 @dataclass
 class StageTally(BlockTally, Judged):
-    """What a stage counts of a block of the data set, and of all of them."""
+    """The counts of a stage for a block of the data set, or for all of it."""
 
-    LISTS: ClassVar[Mapping[str, Sequence[str]]] = {"rejected": ()}  # that it writes into the run: columns, if a table
+    LISTS: ClassVar[Mapping[str, Sequence[str]]] = {
+        "rejected": ()
+    }  # lists that it writes into the run → columns, if a table
 
     def reject(self, rejected: Rejection) -> None:
-        """Count and list an item that was left out."""
+        """Count and list a rejected item."""
         super().reject(rejected)
         self.add_lines("rejected", json.dumps(rejected.to_json()).encode() + b"\n")
 
@@ -98,7 +100,7 @@ Tally = TypeVar("Tally", bound=StageTally)
 
 
 def add_blocks(total: Tally, folder: RunFolder, tallies: Iterable[Tally], required: Callable[[Any], bool]) -> Tally:
-    """Add up what was counted of each block, and write the lists of the stage; return the total."""
+    """Add up the tallies of the blocks, and write the lists of the stage; return the total."""
     with ExitStack() as opened:
         files = {name: list_file(getattr(folder, name), columns) for name, columns in total.LISTS.items()}
         lists = {name: opened.enter_context(file) for name, file in files.items()}
@@ -135,36 +137,36 @@ def wait_until_complete(stores: Iterable[Store], count: Callable[[], Counted], w
 
 
 class Stage(ABC):
-    """A stage of the workflow; instances have no state, and class attributes say what holds of the stage."""
+    """A stage of the workflow. Instances have no state; class attributes describe the stage."""
 
     name: ClassVar[StageName]
-    kinds: ClassVar[tuple[str, ...]] = ()  # of records that it makes, whose indexes are updated afterwards
-    needs: ClassVar[tuple[StageName, ...]] = ()  # stages that must have run before
+    kinds: ClassVar[tuple[str, ...]] = ()  # kinds of records that it makes; their indexes are updated afterwards
+    needs: ClassVar[tuple[StageName, ...]] = ()  # stages that must run before it
     of_sequences: ClassVar[bool] = True  # whether it applies to bare sequences
-    of_entries: ClassVar[bool] = True  # and to the items of a reader, which are no structures
+    of_entries: ClassVar[bool] = True  # whether it applies to a reader's items
     together: ClassVar[bool] = False  # its processes are ranks of one task, on as many nodes as it has
-    counts_items: ClassVar[bool] = True  # else its work is counted in other units than items
-    unit: ClassVar[str] = "item"  # of what is judged in the end
-    may_be_empty: ClassVar[bool] = False  # having no item at all is no failure
+    counts_items: ClassVar[bool] = True  # False: its progress is counted in other units
+    unit: ClassVar[str] = "item"  # of the units that are judged at the end
+    may_be_empty: ClassVar[bool] = False  # having no items is not a failure
     only_looks: ClassVar[bool] = False  # it changes no record of the cache
     is_script: ClassVar[bool] = False  # it runs a script of the user's, whose processes see all GPUs of their node
-    has_tasks: ClassVar[bool] = True  # else it only judges the results of earlier stages
-    lists_lines: ClassVar[bool] = False  # a task is a range of lines of its list, else of rows
+    has_tasks: ClassVar[bool] = True  # False: it only judges the results of earlier stages
+    lists_lines: ClassVar[bool] = False  # a task is a range of lines of its list; False: of rows
 
     @abstractmethod
     def inspect(self, project: Project) -> object:
-        """Raise when the input of the stage cannot be used."""
+        """Raise if the input of the stage cannot be used."""
 
     def plan(self, project: Project) -> None:  # noqa: B027
         """Plan what its tasks need, which may take minutes and is remembered; most stages compute it at once."""
 
     @abstractmethod
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
-        """Return what is missing, in tasks of which so many run at once; list it in the folder if there is one."""
+        """Return the missing work, cut into tasks of which `at_once` run at a time; list it in the folder, if any."""
 
     @abstractmethod
     def mem_bytes(self, project: Project) -> int:
-        """Return the planned memory of a task, for where the configuration says `auto`."""
+        """Return the planned memory of a task, used if the configuration says `auto`."""
 
     def gpu_bytes(self, project: Project) -> int:  # noqa: ARG002 - most stages need no GPU
         """Return the memory that a GPU must have at least."""
@@ -176,7 +178,7 @@ class Stage(ABC):
 
     @abstractmethod
     def recipe(self, project: Project) -> Mapping[str, Any]:
-        """Return the choices on which its records, or the measurements of its tasks, depend."""
+        """Return the choices that decide its records, or under which its tasks' measurements are kept."""
 
     def recipes(self, project: Project) -> Sequence[Mapping[str, Any]]:
         """Return the recipes of the records that it makes."""
@@ -184,14 +186,14 @@ class Stage(ABC):
 
     @abstractmethod
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Judged:
-        """Return the result of the stage by the content of the store; wait so long for files that appear late."""
+        """Return the result of the stage by the content of the store; wait up to `patience_s` for late files."""
 
     def at(self, project: Project, name: str) -> Project:  # noqa: ARG002 - most tasks are all of one configuration
-        """Return the project of a task, by its name where it has one."""
+        """Return the project of a task; tasks of one of several encoders or points have a name."""
         return project
 
     def check(self, project: Project, folder: RunFolder, judged: Any) -> list[str]:  # noqa: ARG002
-        """Raise for a result that forbids going on; return warnings."""
+        """Raise if the run cannot continue with this result; return warnings."""
         return []
 
     def halve(self, folder: RunFolder, shard: Shard) -> tuple[Shard, Shard]:
@@ -203,15 +205,15 @@ class Stage(ABC):
         return self.needs
 
     def wanted(self, config: Config) -> bool:  # noqa: ARG002
-        """Tell whether `submit all` includes it."""
+        """Tell whether `submit all` includes this stage."""
         return True
 
     def are_apart(self, config: Config) -> bool:  # noqa: ARG002
-        """Tell whether each task is a result of its own: one that fails ends no other."""
+        """Tell whether tasks are independent: the failure of one does not stop the others."""
         return False
 
     def is_for(self, config: Config) -> bool:
-        """Tell whether it applies to the kind of data set that is configured."""
+        """Tell whether it applies to the configured kind of data set."""
         if is_reader(config):
             return self.of_entries
         return self.of_sequences or config.data.source != "fasta"
@@ -225,7 +227,7 @@ class Stage(ABC):
         return 1
 
     def parallel(self, config: Config) -> int:
-        """Return how many of its tasks run at once on a cluster, at most."""
+        """Return the most tasks that run at once on a cluster."""
         return self.resources(config).parallel
 
     def processes(self, project: Project) -> int:

@@ -1,4 +1,4 @@
-"""The table of stages: which there are, which of them a configuration needs, and whether a run may go on after one."""
+"""The table of stages: all stages, those that a configuration needs, and whether a run may continue after one."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ WORKFLOW: tuple[Stage, ...] = (
     ValidateStage(),
     RegenerateStage(),
 )
-ALL = "all"  # in place of a stage
-STAGES: Mapping[str, Stage] = {row.name: row for row in WORKFLOW}  # as under most configurations
+ALL = "all"  # means: all stages
+STAGES: Mapping[str, Stage] = {row.name: row for row in WORKFLOW}  # under most configurations
 
 
 def known_stage(name: str) -> Stage:
@@ -64,7 +64,7 @@ def kinds_of(names: Iterable[str]) -> set[str]:
 
 
 def up_to(name: str, config: Config) -> list[str]:
-    """Return a stage (or all) and those it needs, in order; for the items of a reader without those of structures."""
+    """Return a stage (or all) and those it needs, in order; for a reader's items without stages of structures."""
     if name == ALL:
         return everything(config)
     row, by_reader = known_stage(name), is_reader(config)
@@ -75,9 +75,9 @@ def up_to(name: str, config: Config) -> list[str]:
 
 
 def regenerated(config: Config, kinds: Collection[str] | None) -> list[str]:
-    """Return the stages that make records of these kinds (None: all) anew, and the one that reports on them.
+    """Return the stages that rebuild records of these kinds (None: all), and the one that reports on them.
 
-    The scan is always among them, as the others depend on it.
+    The scan is always among them, because the others depend on it.
     """
     whole = kinds is None or RECIPES in kinds
     rows = [STAGES[name] for name in everything(config) if STAGES[name].kinds]
@@ -95,7 +95,7 @@ def everything(config: Config) -> list[str]:
 
 
 def untrained(name: str, config: Config) -> str:
-    """Say where `submit all` stops because nothing is to be trained; empty where it trains, or never can."""
+    """Say where `submit all` stops without a `train.task`; empty if it trains or the data cannot be trained on."""
     if name != ALL or StageName.TRAIN in everything(config) or not STAGES[StageName.TRAIN].is_for(config):
         return ""
     return f"train.task is not set: stopping after {everything(config)[-1]}"
@@ -107,7 +107,7 @@ def too_many(rejected: int, total: int, fraction: float) -> bool:
 
 
 def with_typed_command(error: PipelineError, typed: Command) -> PipelineError:
-    """Let a remedy that submits again repeat the options of the typed command."""
+    """Add the options of the typed command to a remedy that submits again."""
     if error.command is not None and error.command.stage:
         command = typed.with_settings(*error.command.settings, then=error.command.then)
         error.next = replace(command, before=error.command.before)
@@ -116,22 +116,20 @@ def with_typed_command(error: PipelineError, typed: Command) -> PipelineError:
 
 @dataclass(frozen=True, slots=True)
 class StageTrouble:
-    """Which tasks of a stage failed and why, and the command that helps."""
+    """The failed tasks of a stage, the reasons, and the command that helps."""
 
     lines: Sequence[str]
-    waiting: int  # items that an earlier stage, which the run does not include, has still to do
+    waiting: int  # items that an earlier stage, not in this run, must do first
     again: Command  # as typed
     remedy: Command | str
-    rejected: int = (
-        0  # items, as tasks tell: what one was about to keep when it was stopped for them is not in the store
-    )
+    rejected: int = 0  # items, by the tasks' reports: a stopped task has not stored them all
     is_damage: bool = False  # of the cache
 
 
 def refuse_or_warn(
     stage: Stage, project: Project, folder: RunFolder, judged: Judged, trouble: StageTrouble
 ) -> list[str]:
-    """Raise when the result of a stage forbids going on; return its warnings."""
+    """Raise if the run cannot continue with the result of a stage; return its warnings."""
     data = project.config.data
     total, kept = judged.items + judged.undone + judged.unnamed, judged.items - judged.accepted
     rejected = max(kept, min(trouble.rejected, kept + judged.undone))
@@ -142,7 +140,7 @@ def refuse_or_warn(
             f"{rejected:,} of {total:,} {stage.unit}s cannot be used, more than data.max_rejected_fraction"
             f" ({data.max_rejected_fraction:.1%}) allows{not_seen}"
         )
-        enough = math.ceil(100 * rejected / total) / 100  # too_many() forgives what rounding does to it
+        enough = math.ceil(100 * rejected / total) / 100  # too_many() tolerates the rounding
         again = trouble.again.with_settings(("data.max_rejected_fraction", str(enough)))
         less = f"less {quoted(folder.rejected)}"
         more = replace(again, before=f"{less}   or   ")

@@ -1,4 +1,4 @@
-"""Stage train: finds how far the training is, plans the rest, trains, and reports the result."""
+"""Stage train: finds the progress of a training, plans the rest, trains, and reports the result."""
 
 from __future__ import annotations
 
@@ -89,21 +89,21 @@ if TYPE_CHECKING:
     from pipeline.training.ranks import Ranks
     from pipeline.training.step.step import Step
 
-RECORDS = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # stages that make what is trained on
+RECORDS = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # stages that make the input of a training
 NOTHING = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting"), 0)
-UNPLANNED_BYTES = 2 << 30  # of a process, until there is a plan
+UNPLANNED_BYTES = 2 << 30  # of a process, without a plan
 CALLED = {"code": "the task's code", "table": "the data set", "embeddings": "the encoder", "crop": "the crop"}
 
 
 class TrainStage(Stage):
-    """A task, graphs and embeddings in, a trained model out; of a sweep, one for each point, each by a task."""
+    """Trains a model from graphs and embeddings; a sweep trains one for each point, each by a task of its own."""
 
     name = StageName.TRAIN
     needs = RECORDS
     of_sequences = False
     together = True
     counts_items = False
-    may_be_empty = True  # a sweep whose points were cancelled before they had done a step
+    may_be_empty = True  # e.g. all points of a sweep were cancelled before a step
     unit = "step"
 
     def wanted(self, config: Config) -> bool:
@@ -126,7 +126,7 @@ class TrainStage(Stage):
         return sharing_of(project)
 
     def inspect(self, project: Project) -> None:
-        """Raise where nothing can be trained: there are no structures, or the task cannot be loaded."""
+        """Raise if nothing can be trained: there are no structures, or the task cannot be loaded."""
         train, world = project.config.train, project.config.cluster.train.world
         if train.sweep.share > 1 and world > 1:
             what = f"{train.sweep.share} trainings cannot share a GPU: each has {world} processes, one a GPU"
@@ -141,7 +141,7 @@ class TrainStage(Stage):
         for view in views_of(project).values():
             refuse_crop(view.config)
             code_of(view)
-            if known_plan(view) is None:  # else it was made with this very task, these embeddings and these weights
+            if known_plan(view) is None:  # a known plan was made with this task, these embeddings and these weights
                 task = load_task(view.config.train.task, view.config.train.options, beside=project.beside)
                 refuse_misfits(view, task)
 
@@ -149,7 +149,7 @@ class TrainStage(Stage):
         plan_trainings(project)
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:  # noqa: ARG002
-        """Find how far each training is, and plan the rest."""
+        """Find the progress of each training, and plan the rest."""
         if folder is not None and project.config.train.sweep.is_search:
             return self._search(project, folder)
         trainings = plan_trainings(project)
@@ -161,11 +161,11 @@ class TrainStage(Stage):
         cached, missing = (sum(getattr(share, name) for share in shares) for name in ("start", "items"))
         counts = {"items": cached + missing, "cached": cached, "missing": missing}
         counts |= {"refused": len(trainings) - len(shares)}
-        shards = tuple(replace(share, items=1) for share in shares if share.items)  # which has no halves
+        shards = tuple(replace(share, items=1) for share in shares if share.items)  # it cannot be split
         return StageSurvey(NOTHING | counts, shards, cost=float(missing))
 
     def _search(self, project: Project, folder: RunFolder) -> StageSurvey:
-        """Begin a search, which has no task until its first trial is asked for."""
+        """Begin a search; its first trial becomes its first task."""
         if not has_input(project):
             return unprepared(project, folder)
         write_trainings(folder, ())
@@ -174,12 +174,12 @@ class TrainStage(Stage):
         return StageSurvey(NOTHING, (), search={"trials": train.sweep.trials, **about})
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the most memory that a node needs for any training, or a default until there is a plan."""
+        """Return the most memory of a node over all trainings, or a default without plans."""
         unplanned = project.config.cluster.train.ranks_per_node * UNPLANNED_BYTES
         return max((prepared.mem_bytes for prepared in known_plans(project)), default=unplanned)
 
     def gpu_bytes(self, project: Project) -> int:
-        """Return the memory that a GPU must have at least for every training: all go to the same."""
+        """Return the least memory of a GPU; all trainings use the same kind of GPU."""
         sharing = self.sharing(project)
         each = (plan.taken_bytes if sharing > 1 else plan.reserved_bytes for plan in known_plans(project))
         return sharing * max(each, default=0)
@@ -202,7 +202,7 @@ class TrainStage(Stage):
         yield from train_there(view, folder, own, context, shard.start, prune, sharing=trainings[0].sharing)
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Trained:  # noqa: ARG002
-        """Return the result of each training, by its newest intact checkpoint, every byte of which is read."""
+        """Return the result of each training by its newest intact checkpoint, verified byte by byte."""
         if self.are_apart(project.config):
             judged: Trained = swept_so_far(project, folder)
         else:
@@ -213,7 +213,7 @@ class TrainStage(Stage):
         return judged
 
     def check(self, project: Project, folder: RunFolder, judged: Trained) -> list[str]:  # noqa: ARG002
-        """Return warnings about what was not trained or validated, skipped items and recoveries of memory."""
+        """Return warnings: missing training or validation, skipped items, recovered out-of-memory steps."""
         rows = judged.points if isinstance(judged, SweepResult) else []
         left = [row for row in rows if row["state"] in (State.CANCELLED, State.INFEASIBLE, State.FAILED)]
         skipped = f"{judged.skipped:,} items are too large for any plan and were skipped (train.oversize: skip)"
@@ -227,18 +227,18 @@ class TrainStage(Stage):
 
 
 def before_training(config: Config) -> tuple[StageName, ...]:
-    """Return the stages before a training: also that which predicts what is trained on."""
+    """Return the stages before a training; `predict` among them if a model predicts its input."""
     return (*RECORDS, StageName.PREDICT) if config.train.predict.for_training else RECORDS
 
 
 def training_recipe(project: Project) -> Mapping[str, Any]:
-    """Return the choices under which measurements of jobs of a model are kept."""
+    """Return the choices under which measurements of a model's jobs are kept."""
     train = project.config.train
     return {"task": train.task, "options": dict(train.options), "batch": train.effective_batch}
 
 
 def share_of(project: Project, training: Training) -> Shard:
-    """Return the steps of a training, after those that are done; as its items how many are left, none if it is over."""
+    """Return the steps of a training from the first undone one; its items are the steps left, none if it is over."""
     assert training.prepared is not None
     view = view_of(project, training)
     made = folder_of(view, training.prepared)
@@ -249,7 +249,7 @@ def share_of(project: Project, training: Training) -> Shard:
 
 
 def unprepared(project: Project, folder: RunFolder | None, tasks: int = 1) -> StageSurvey:
-    """Return what is known while what is trained on is not there; raise in a run, where it should be."""
+    """Return the survey of a training whose input is not there yet; raise in a run, where it must be."""
     if folder is not None:
         what = f"{unmade(project.config)}: nothing to train on"
         raise ConfigError(what, where=str(project.config.cluster.runs), remedy="omit --only")
@@ -266,7 +266,7 @@ def train_there(
     *,
     sharing: int = 1,
 ) -> Outcomes:
-    """Train as one of the ranks, after the first steps that were done `before`; `prune` may end it early."""
+    """Train as one of the ranks, after the steps done `before`; `prune` may end the training early."""
     from pipeline.training.loop.train import train
 
     ranks = join_ranks(project, folder, prepared, context)
@@ -282,7 +282,7 @@ def train_there(
                 yield from train(job, before)
     except BaseException as error:
         why = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else ""
-        ranks.close(why)  # sent to the other ranks
+        ranks.close(why)  # all ranks get it
         raise
     ranks.close()
 
@@ -295,9 +295,9 @@ def _claimed(made: ModelFolder, folder: RunFolder) -> ModelClaim:
 
 
 def in_its_part(job: Job, device: str) -> Job:
-    """Return the job of a training that shares its GPU: torch holds it to its part of the memory.
+    """Return the job of a training that shares its GPU: torch limits it to its part of the memory.
 
-    What it measures of the GPU is of its neighbours, too, so that no later plan is made from it.
+    Its measurements of the GPU include its neighbours, so no later plan uses them.
     """
     from pipeline.device.accelerator import Card
 
@@ -318,7 +318,7 @@ def job_of(
     *,
     device: str | None = None,
 ) -> Any:
-    """Return the job of a rank, on the device that its process was given, or another.
+    """Return the job of a rank. Default: on the device of its process.
 
     Without `make_anew`, for graphs, damage is an error.
     """
@@ -331,7 +331,7 @@ def job_of(
     choice: MemoryChoice = MemoryChoice(
         precision=prepared.precision, checkpointing=prepared.checkpointing, offload=prepared.offload, shards=1
     )
-    validation = validation_items(project, prepared)  # what is read for them is gone when the others are read
+    validation = validation_items(project, prepared)  # their readers are closed before the others are opened
     table = trained_table(project, prepared)
     sizes = task_sizes(project, prepared, table)
     made = folder_of(project, prepared)
@@ -368,7 +368,7 @@ def job_of(
 
 
 def novelty(project: Project) -> list[str]:
-    """Return remarks on a training that begins: how it differs from an earlier one of its task, and what it lacks."""
+    """Return remarks on a new training: its differences from the most similar earlier one, and missing settings."""
     prepared = known_plan(project)
     if prepared is None or folder_of(project, prepared).path.exists():
         return []
@@ -385,16 +385,16 @@ def novelty(project: Project) -> list[str]:
 
 
 def refuse_misfits(project: Project, task: Task) -> None:
-    """Raise where the width of embeddings, or pretrained weights, do not go with the task."""
+    """Raise if the width of the embeddings or the pretrained weights do not fit the task."""
     refuse_other_width(project, task)
     if project.config.train.pretrained is not None:
         refuse_unfit_weights(task, project.config.train)
 
 
 def refuse_unfit_weights(task: Task, train: TrainSection, path: Path | None = None) -> None:
-    """Raise where the configured weights, or a file's to be applied whole, are not of the task's model.
+    """Raise if the configured weights, or those of a file to be applied, do not fit the task's model.
 
-    That is made without memory if it can be.
+    The model is built without memory if possible.
     """
     import torch
 
@@ -413,7 +413,7 @@ def refuse_unfit_weights(task: Task, train: TrainSection, path: Path | None = No
 def _step(
     work: Work, choice: MemoryChoice, ranks: Ranks, device: str, begin: Callable[[nn.Module], None], *, is_spread: bool
 ) -> Step:
-    """Return the step to train, sharded over ranks where `is_spread`; `begin` loads its initial weights."""
+    """Return the step to train, sharded over ranks if `is_spread`; `begin` loads its initial weights."""
     if is_spread and ranks.world > 1:
         return work.spread(choice, ranks, device=device, begin=begin)
     return work.begun(choice, device=device, begin=begin)

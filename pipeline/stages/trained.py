@@ -1,4 +1,4 @@
-"""What became of trainings: how far each came, its best epoch, what it left out; of a sweep, that of each point."""
+"""The results of trainings: progress, best epoch and skipped items; of a sweep, of each point."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.training.prepared import ModelFolder, Prepared
 
-COURSE = 8  # figures that show how a training went
-LONGEST = 255  # of a file's name
+COURSE = 8  # metrics that show how a training went
+LONGEST = 255  # in a file name
 
 
 @dataclass(slots=True)
@@ -46,14 +46,14 @@ class Trained(Judged):
     monitor: str = ""
     ooms: int = 0
     skipped: int = 0
-    damaged: int = 0  # items that were left out, now or in the runs before, as their records were damaged
+    damaged: int = 0  # items skipped in this or an earlier run because their records were damaged
     damaged_items: list[str] = field(default_factory=list)  # these
     cropped: int = 0
-    remarks: list[str] = field(default_factory=list)  # on its validations, and on what it was trained without
-    remedied: dict[str, int] = field(default_factory=dict)  # items for which each remedy was used, over all epochs
+    remarks: list[str] = field(default_factory=list)  # on its validations and skipped items
+    remedied: dict[str, int] = field(default_factory=dict)  # memory remedy → items it was used for, over all epochs
 
     def left_out(self, items: Iterable[str]) -> None:
-        """Count items whose records were damaged, each once."""
+        """Add items with damaged records, each once."""
         self.damaged_items = sorted({*self.damaged_items, *items})
         self.damaged = len(self.damaged_items)
 
@@ -62,11 +62,11 @@ class Trained(Judged):
 class SweepResult(Trained):
     """The result of a sweep."""
 
-    points: list[dict[str, Any]] = field(default_factory=list)  # of each: what became of it, and its best figure
+    points: list[dict[str, Any]] = field(default_factory=list)  # of each: its outcome and best value
 
 
 def progress_of(folder: ModelFolder) -> TrainingState:
-    """Return how far a training has come, by its newest checkpoint."""
+    """Return the progress of a training by its newest checkpoint."""
     newest = latest_checkpoint(folder.checkpoints)
     return rebuilt(TrainingState, newest.data[TRAINING]) if newest else TrainingState()
 
@@ -78,12 +78,12 @@ def steps_left(project: Project, prepared: Prepared, progress: TrainingState) ->
 
 
 def prunes(project: Project) -> bool:
-    """Tell whether a sweep ends trainings that fall behind."""
+    """Tell whether a sweep prunes trainings that fall behind."""
     return project.config.train.sweep.prune != "none"
 
 
 def trained_so_far(project: Project, prepared: Prepared) -> Trained:
-    """Return the result of a training, by its newest intact checkpoint, every byte of which is read."""
+    """Return the result of a training by its newest intact checkpoint, verified byte by byte."""
     made, settings = folder_of(project, prepared), project.config.train.validation
     newest = latest_checkpoint(made.checkpoints)
     identity = newest.sealed.identity if newest else {}
@@ -121,14 +121,14 @@ def trained_so_far(project: Project, prepared: Prepared) -> Trained:
 
 
 def course_of(epochs: list[dict[str, Any]], monitor: str) -> list[float]:
-    """Return the figures by `monitor` of the first epoch, the last and a few between."""
+    """Return the monitored metric of the first epoch, the last and a few in between."""
     known = [value for epoch in epochs if (value := epoch["validation"].get(monitor)) is not None]
     places = sorted({round(place * (len(known) - 1) / (COURSE - 1)) for place in range(COURSE)}) if known else []
     return [known[place] for place in places]
 
 
 def unmonitored(epochs: list[dict[str, Any]], monitor: str) -> list[str]:
-    """Return a remark where validations have figures, and none that is to tell the best one."""
+    """Return a remark if validations lack the monitored metric."""
     known = dict.fromkeys(name for epoch in epochs for name in epoch["validation"])
     if not known or monitor in known:
         return []
@@ -136,14 +136,14 @@ def unmonitored(epochs: list[dict[str, Any]], monitor: str) -> list[str]:
 
 
 def best_of(epochs: list[dict[str, Any]], monitor: str, *, lower: bool) -> dict[str, Any]:
-    """Return the figures of the best epoch by `monitor`; empty where no epoch has that."""
+    """Return the metrics of the best epoch by `monitor`; empty if no epoch has it."""
     known = [epoch for epoch in epochs if epoch["validation"].get(monitor) is not None]
     choose: Callable[..., dict[str, Any]] = min if lower else max
     return choose(known, key=lambda epoch: epoch["validation"][monitor]) if known else {}
 
 
 def unvalidated(project: Project, prepared: Prepared) -> list[str]:
-    """Return a remark where no item is in the split that is to validate, though there are splits."""
+    """Return a remark if the data set has splits and the validation split is empty."""
     table, wanted = items_of(project, prepared.table, None), project.config.train.validation.split
     if wanted is None or wanted in table.splits or not any(table.splits):
         return []
@@ -151,7 +151,7 @@ def unvalidated(project: Project, prepared: Prepared) -> list[str]:
 
 
 def damaged_items(folder: RunFolder) -> list[str]:
-    """Return the items that a training left out when it found their records damaged."""
+    """Return the items that a training skipped because their records were damaged."""
     refused = (event.data for event in LedgerReader(folder, whole=False).fresh() if event.kind is EventKind.REFUSED)
     return sorted({data["key"] for data in refused if data["reason"] == Reason.DAMAGED.value})
 
@@ -163,13 +163,13 @@ def swept_so_far(project: Project, folder: RunFolder) -> SweepResult:
     failed = {trial.name: trial.why for trial in status.asked.values() if trial.state is State.FAILED}
     for training in read_trainings(folder):
         result, point = point_result(project, training, status.cancelled.get(training.name, ""))
-        if result.undone and training.name in failed and status.best_trial:  # of a search, which others have served
+        if result.undone and training.name in failed and status.best_trial:  # a search may hold trials of earlier runs
             result.undone = 0
             point |= {"state": State.FAILED, "why": failed[training.name]}
         judged.points.append(point)
         for count in ("items", "steps", "epochs", "ooms", "undone"):
             setattr(judged, count, getattr(judged, count) + getattr(result, count))
-        judged.skipped = max(judged.skipped, result.skipped)  # mostly the same ones
+        judged.skipped = max(judged.skipped, result.skipped)
         judged.left_out(result.damaged_items)
         judged.remarks = list(dict.fromkeys((*judged.remarks, *result.remarks)))
         if result.undone and not judged.first_undone:
@@ -179,7 +179,7 @@ def swept_so_far(project: Project, folder: RunFolder) -> SweepResult:
 
 
 def point_result(project: Project, training: Training, cancelled: str = "") -> tuple[Trained, dict[str, Any]]:
-    """Return the result of one point, which may have been `cancelled` by hand, and its row."""
+    """Return the result of one point and its row; `cancelled` says who cancelled it."""
     row: dict[str, Any] = {"name": training.name, "model": "", "state": State.INFEASIBLE, "why": training.why}
     if training.prepared is None:
         return Trained(), row
@@ -198,8 +198,8 @@ def point_result(project: Project, training: Training, cancelled: str = "") -> t
 
 
 def _link(folder: RunFolder, models: Path, points: Sequence[Mapping[str, Any]]) -> None:
-    """Lay a link to each point's model into the run's folder, under a name that says what differs."""
-    with suppress(OSError):  # a file system without links: the census names them, too
+    """Link each point's model in the run's folder, under a name that says its settings."""
+    with suppress(OSError):  # a file system without links: the census lists the models
         folder.points.mkdir(exist_ok=True)
         for point in (point for point in points if point["model"]):
             link = folder.points / point["name"].replace("/", "_")[:LONGEST]

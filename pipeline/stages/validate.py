@@ -55,9 +55,9 @@ log = logging.getLogger(__name__)
 
 INDEX = "index"  # the name of an index for people, in place of a shard's
 MEM_BYTES = 512 << 20
-BYTES_PER_S = {"quick": 2 << 30, "full": 200 << 20, "semantic": 20 << 20}  # cautious, only for cutting into tasks
-WORTHWHILE_S = 10  # from when on another task pays
-FOUND = "findings"  # the figure in which tasks report it
+BYTES_PER_S = {"quick": 2 << 30, "full": 200 << 20, "semantic": 20 << 20}  # a cautious value, used only to size tasks
+WORTHWHILE_S = 10  # below this, another task costs more than it saves
+FOUND = "findings"  # the figure in which tasks report findings
 
 
 class CacheFile(NamedTuple):
@@ -77,11 +77,11 @@ class Validated(Judged):
 
     summary: Summary = field(default_factory=lambda: Summary(""))
     report: str = ""  # the damage list
-    shards: int = 0  # of the files; the others are indexes
+    shards: int = 0  # shards among the files; the others are indexes
 
 
 class ValidateStage(Stage):
-    """Every file of a cache in, the list of what is damaged out."""
+    """Checks every file of a cache and lists the damage."""
 
     name = StageName.VALIDATE
     counts_items = False
@@ -115,7 +115,7 @@ class ValidateStage(Stage):
         return StageSurvey(counts, worklist.cut_lines(offsets, sizes_N, resources.items_per_task, tasks))
 
     def mem_bytes(self, project: Project) -> int:
-        """Return the memory of a task: buffers, and that of scanning and embedding where a sample is recomputed."""
+        """Return the memory of a task: buffers; for semantic checks also that of scanning and embedding."""
         cache = project.config.cache
         if cache.check == "semantic" and cache.sample:
             return MEM_BYTES + scan_bytes(project.config) + sum(map(embed_bytes, project.encoders.values()))
@@ -142,16 +142,16 @@ class ValidateStage(Stage):
                     for finding in checked.findings:
                         writer.add(finding)
                     context.report.figures[FOUND] = summary.findings
-                    if CacheFile(checked.kind, checked.shard) in asked:  # else it is about files of other tasks
+                    if CacheFile(checked.kind, checked.shard) in asked:  # skips files of other tasks
                         yield None
             summary.seconds = time.time() - summary.begun
-            # By its range, so that a second attempt replaces what the first left.
+            # Named by its range, so that a second attempt replaces the report of the first.
             writer.publish(summary, f"{shard.start:012d}-{shard.end:012d}{REPORT_SUFFIX}")
         finally:
             writer.discard()
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Validated:
-        """Merge the findings, once every file was checked."""
+        """Merge the findings when every file was checked."""
 
         def count() -> Validated:
             validated = Validated()
@@ -168,7 +168,7 @@ class ValidateStage(Stage):
         return wait_until_complete((), count, patience_s)
 
     def check(self, project: Project, folder: RunFolder, judged: Validated) -> list[str]:  # noqa: ARG002
-        """Raise when anything is wrong."""
+        """Raise if anything is damaged."""
         if judged.summary.findings:
             raise damage_found(judged.summary, project.cache.root, Path(judged.report))
         return []
@@ -220,9 +220,9 @@ def _read_list(folder: RunFolder, start: int, end: int) -> Iterator[CacheFile]:
 
 
 def _ranges(folder: RunFolder) -> Iterator[tuple[int, int, Path | None]]:
-    """Yield ranges that cover the whole list, each with its report; None where no task has published one.
+    """Yield ranges that cover the whole list, each with its report or None.
 
-    Where both a task and the halves that replaced it have published, the report of the whole counts.
+    If a task and the halves that replaced it have all published reports, the report of the whole counts.
     """
     published: dict[int, tuple[int, Path | None]] = {}
     # Of reports that begin at the same place, the longest is last.
