@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pipeline.store.maintenance.overview import Cleaning
     from pipeline.store.maintenance.transfer import Moved
 
-TOLD_EVERY_S = 5.0
+PRINT_EVERY_S = 5.0
 SHOWN = 5
 EXAMPLES = """\
 pipeline cache stat                     # size and content
@@ -67,7 +67,7 @@ def export_command(
     cache = CacheFolder(load_config(config, sets).config.cache.root)
     refuse_links(cache)
     with WorkBar("export") as bar:
-        moved = transfer.export_cache(cache, folder, kinds or (), link=link, tell=bar.show)
+        moved = transfer.export_cache(cache, folder, kinds or (), link=link, show=bar.show)
     _say(moved, folder, as_json=as_json)
     if not as_json:
         named = quoted(folder)
@@ -87,7 +87,7 @@ def import_cache_command(folder: Folder, config: ConfigFile = None, sets: Sets =
     cache = CacheFolder(load_config(config, sets).config.cache.root)
     refuse_links(cache)
     with WorkBar("import") as bar:
-        moved = transfer.take_in(cache, folder, tell=bar.show)
+        moved = transfer.take_in(cache, folder, show=bar.show)
     _say(moved, cache.root, as_json=as_json)
     remedy = Command.of("cache import", folder, then="   (after you copy these files again)")
     _refuse(moved, folder, remedy, "imported")
@@ -236,7 +236,7 @@ def _counter() -> Callable[[int], None]:
 
     def looked_at(items: int) -> None:
         nonlocal said_s
-        if time.monotonic() - said_s > TOLD_EVERY_S:
+        if time.monotonic() - said_s > PRINT_EVERY_S:
             said_s = time.monotonic()
             typer.echo(f"checked {items:,} items of the data set ...", err=True)
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from pipeline.script.batch_finding import Try
     from pipeline.stages.jobs import StagePlan
 
-UNTOLD = "note: no Slurm answers here: the plan ignores the limits of the cluster"
+NO_SLURM = "note: no Slurm answers here: the plan ignores the limits of the cluster"
 UNPLANNED = (StageName.EVALUATE, StageName.PREDICT, StageName.REGENERATE)  # follow from a training, or a list
 PLANNED = (*(name for name in StageName if name not in UNPLANNED), "all")
 
@@ -121,7 +121,7 @@ def plan_command(
             _show_script(project, executor, traced=of_training, as_json=as_json)
             return
         if loaded.config.cluster.executor == "slurm" and executor.limits_of() == Limits():
-            typer.echo(UNTOLD, err=True)
+            typer.echo(NO_SLURM, err=True)
         if stage == "train":
             try:
                 asked = {"gpus": gpu or (), "sizes": typed_sizes(sizes) if sizes is not None else None}
@@ -217,8 +217,8 @@ def _training(
     from pipeline.planning.offers import Question
     from pipeline.planning.prepare import shown_plan
 
-    place, tell = loaded.base_dir.absolute(), partial(typer.echo, err=True)
-    question = Question(loaded.config, project, executor, by_plan=True, beside=place, tell=tell, **asked)
+    place, say = loaded.base_dir.absolute(), partial(typer.echo, err=True)
+    question = Question(loaded.config, project, executor, by_plan=True, beside=place, say=say, **asked)
     with _stdout_to_stderr():
         if not probing:
             return shown_plan(question)
@@ -332,7 +332,7 @@ def find_batch_command(
     every = range(1, min(most, divides or most) + 1)
     sizes = every if divides is None else [size for size in every if divides % size == 0]
 
-    def told(tried: Try) -> None:
+    def show(tried: Try) -> None:
         typer.echo(f"{tried.micro_batch:>8,}  {'fits' if tried.fits else tried.reason}", err=as_json)
 
     def waits(size: int) -> None:
@@ -342,7 +342,7 @@ def find_batch_command(
             err=True,
         )
 
-    found, is_remembered = find_batch(text, sizes, steps=steps, seconds=seconds, again=again, told=told, waits=waits)
+    found, is_remembered = find_batch(text, sizes, steps=steps, seconds=seconds, again=again, on_try=show, waits=waits)
     words = [word.replace("{micro_batch}", str(found)) for word in command]
     use = words[0] if len(words) == 1 else shlex.join(words)
     if as_json:

@@ -1,1 +1,1 @@
-"""What a run has written down: its folder, the events in its ledger, their fold into states, its logs."""
+"""The records of a run: its folder, the events in its ledger, its status and its logs."""

@@ -1,4 +1,4 @@
-"""Attempts at tasks: the resources of each, how it ended, and the record of a task over all its attempts."""
+"""Attempts at tasks: their resources and their ends; the record of a task over all its attempts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Ask:
 
     mem_bytes: int
     time_s: int
-    shrink: int = 0  # how often the budget of a batch was halved because a GPU's memory ended
-    careful: bool = False  # one item at a time, so that the note of a crash names a single one
-    partition: str = ""  # of those that it may go to; empty: as the job says
+    shrink: int = 0  # how often the batch budget was halved after GPU memory ran out
+    careful: bool = False  # one item at a time, so that the note of a crash names one item
+    partition: str = ""  # chosen among several; empty: that of the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +43,22 @@ class Attempt:
     ask: Ask
     cause: Cause
     reason: str = ""  # in words
-    state: str = ""  # the executor's word
+    state: str = ""  # as the executor reported it
     job: str = ""
     node: str = ""
     log: str = ""
     exit_code: int | None = None
     peak_rss_bytes: int | None = None
     gpu_peak_bytes: int | None = None
-    gpu_total_bytes: int | None = None  # of one GPU
-    gpu_busy: float | None = None  # share of the time in which its GPUs ran a kernel; None: unknown
+    gpu_total_bytes: int | None = None  # peak of one GPU
+    gpu_busy: float | None = None  # share of time in which its GPUs ran a kernel; None: unknown
     ended_at: float = 0.0
     elapsed_s: float = 0.0
-    earlier_s: float = 0.0  # before the scheduler itself began it again
+    earlier_s: float = 0.0  # before the scheduler requeued it
     cpu_s: float | None = None
-    done: int = 0  # items it had worked through
-    on: tuple[str, ...] = ()  # items it was on when it died
-    said: str = ""  # what the worker reported of its own failure
+    done: int = 0  # finished items
+    on: tuple[str, ...] = ()  # items in work when it died
+    said: str = ""  # the worker's own report on its failure
 
     def to_event(self) -> dict[str, Any]:
         """Return the JSON for the ledger, without empty values: a run may have many attempts."""
@@ -67,7 +67,7 @@ class Attempt:
 
 
 def reported(of: type[T], data: Mapping[str, Any]) -> T:
-    """Return a value from its fields in an event; other fields, which newer versions may add, are ignored."""
+    """Return a value from its fields in an event; ignore unknown fields of newer versions."""
     return rebuilt(of, {name: data[name] for name in data.keys() & of.__dataclass_fields__.keys()})  # type: ignore[attr-defined]
 
 
@@ -76,16 +76,16 @@ class TaskRecord:
     """The state of one task of a stage, over all its attempts."""
 
     number: int
-    job: JobId | None = None  # that has it now
-    ask: Ask | None = None  # of the attempt that goes on
+    job: JobId | None = None  # its present job
+    ask: Ask | None = None  # the present attempt
     attempt: int = 0
     ended: list[Attempt] = field(default_factory=list)
-    restarts: list[Attempt] = field(default_factory=list)  # starts within an attempt that another one followed
-    first: Ask | None = None  # a plan of its own; where it is a part of a split task, what that asked for last
-    words: dict[int, Word] = field(default_factory=dict)  # attempt → what its worker said
+    restarts: list[Attempt] = field(default_factory=list)  # earlier starts within the present attempt
+    first: Ask | None = None  # its own first request; a part of a split task inherits the last one
+    words: dict[int, Word] = field(default_factory=dict)  # attempt → the worker's report
     then: dict[int, str] = field(default_factory=dict)  # attempt → the decision after it, in words
-    split: tuple[int, ...] = ()  # the tasks that took its place
-    cancelled: str = ""  # by whom, where it was cancelled by hand and alone
+    split: tuple[int, ...] = ()  # the tasks that replaced it
+    cancelled: str = ""  # the user who cancelled it alone
 
     @property
     def last(self) -> Attempt | None:
@@ -93,22 +93,22 @@ class TaskRecord:
 
     @property
     def history(self) -> list[Attempt]:
-        """Every start that has ended, in order: also those that others followed within their attempts."""
+        """Every start that has ended, in order, including restarts within an attempt."""
         return sorted([*self.restarts, *self.ended], key=lambda start: start.number)
 
     @property
     def good(self) -> bool:
-        """Whether it is done, or was replaced by its parts."""
+        """Whether it is done, or was split."""
         return bool(self.split) or (self.job is None and self.last is not None and self.last.cause is Cause.DONE)
 
     @property
     def open(self) -> bool:
-        """Whether another attempt or a decision is due: none is under way, none has ended well, and one is wanted."""
+        """Whether another attempt or a decision is due."""
         return self.job is None and not self.good and not self.cancelled
 
     @property
     def given_up(self) -> bool:
-        """Whether its last attempt failed and no other follows."""
+        """Whether its last attempt failed and none follows."""
         return self.open and bool(self.ended) and self.attempt in self.then
 
     @property
@@ -117,7 +117,7 @@ class TaskRecord:
         return self.words.get(self.attempt, SILENCE)
 
     def say(self, attempt: int, **facts: Any) -> None:
-        """Add to the report of an attempt's worker."""
+        """Update the report of an attempt's worker."""
         self.words[attempt] = replace(self.words.get(attempt, SILENCE), **facts)
 
 
@@ -125,7 +125,7 @@ Why = tuple[Reason, str]
 
 
 def leave_out(folder: RunFolder, stage: str, names: Iterable[str], reason: Reason, detail: str) -> None:
-    """Record items that a stage leaves out from now on."""
+    """Record items that a stage skips from now on."""
     with writing_run(folder.left_out), folder.left_out.open("ab") as file:
         for name in names:
             line = {"stage": stage, "name": name, "reason": reason.value, "detail": detail}
@@ -135,21 +135,21 @@ def leave_out(folder: RunFolder, stage: str, names: Iterable[str], reason: Reaso
 
 
 def refused_parts(folder: RunFolder | None, stage: str) -> dict[str, Why]:
-    """Return what tasks of a stage could not make or read, by its key or its item's id, and why."""
+    """Return what the tasks of a stage could not make, by record key or item id, with the reasons."""
     events = LedgerReader(folder, whole=False).fresh() if folder else ()
     refused = (event.data for event in events if event.kind is EventKind.REFUSED)
     return {part["key"]: (Reason(part["reason"]), part["detail"]) for part in refused if part["stage"] == stage}
 
 
 def left_out_items(folder: RunFolder | None, stage: str) -> dict[str, Why]:
-    """Return the items that a stage leaves out, and why."""
+    """Return the items that a stage skips, with the reasons."""
     reasons: dict[str, Why] = {}
     if folder is None or not folder.left_out.exists():
         return reasons
     for line in folder.left_out.read_text().splitlines():
         try:
             data = json.loads(line)
-        except ValueError:  # a full disk has cut it
+        except ValueError:  # truncated by a full disk
             continue
         if data["stage"] == stage:
             reasons[data["name"]] = (Reason(data["reason"]), data["detail"])

@@ -1,7 +1,7 @@
-"""The budget of a project: hours of GPUs or cores that all runs in a folder may take together, by their ledgers.
+"""The budget of a project: GPU-hours or core-hours for all runs in a folder together, counted from their ledgers.
 
-Ended tasks count by the time that they ran, tasks in flight by their limits. Together they never pass the budget.
-Supervisors and probes do not count, nor do runs that this user cannot read.
+Ended tasks count their run time, unfinished tasks their time limit; the sum never exceeds the budget. Supervisors,
+probes and runs that this user cannot read do not count.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import RunStatus, StageJob, StageStatus
 
 WARN_AT = 0.8
-ENDS_WITHIN_S = 60  # after its time limit: Slurm looks twice a minute, then waits until it kills (KillWait)
-PRUNED = ".spent.jsonl"  # in the folder of runs: what the runs took that are no longer there
+ENDS_WITHIN_S = 60  # beyond a time limit: Slurm checks twice a minute, then waits before it kills (KillWait)
+PRUNED = ".spent.jsonl"  # in the folder of runs: the hours of removed runs
 
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """Hours of cores or GPUs: those that were taken, and those that tasks in flight may still take."""
+    """Hours of cores or GPUs: used ones, and those that unfinished tasks may still use."""
 
     used: float = 0.0
     held: float = 0.0
@@ -60,22 +60,22 @@ class Budget:
         return cls(float(number), unit.partition("-")[0])
 
     def task_hours(self, job: StageJob) -> float:
-        """Return the most that one task of a job can take: its time limit, as Slurm keeps it, on all it is given."""
+        """Return the most hours that a task can use: its time limit, plus Slurm's tolerance, times its units."""
         return _most_s(job, self.unit) / 3600
 
     def fitting(self, job: StageJob, taken: Hours) -> int:
-        """Return how many tasks of a job the rest of the budget holds."""
+        """Return how many tasks of a job the rest of the budget allows."""
         each, tasks = self.task_hours(job), len(parse_ranges(job.tasks))
         return tasks if each == 0 else max(0, min(tasks, floor((self.hours - taken.total) / each + 1e-9)))
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A budget, and what of it has gone."""
+    """A budget and its use."""
 
     budget: Budget
     taken: Hours
-    holders: tuple[str, ...] = ()  # the runs with tasks in flight
+    holders: tuple[str, ...] = ()  # runs with unfinished tasks
 
     @property
     def left(self) -> float:
@@ -102,12 +102,12 @@ class Account:
 
 
 class Spending:
-    """Counts what the runs in a folder have taken; a run is read again only when its ledger has grown."""
+    """Counts the hours of the runs in a folder; re-reads a run only when its ledger has grown."""
 
     def __init__(self, runs: Path, budget: Budget | None) -> None:
-        """Take the folder, and the budget; without one nothing is counted."""
+        """Count the runs in this folder; without a budget count nothing."""
         self._runs, self._budget = runs, budget
-        self._known: dict[str, tuple[int, Hours]] = {}  # run → bytes of its ledger, and what it took
+        self._known: dict[str, tuple[int, Hours]] = {}  # run → bytes of its ledger, and its hours
         self._live: dict[str, StatusReader] = {}
 
     def account(self) -> Account | None:
@@ -129,7 +129,7 @@ class Spending:
 
 
 def spending_of_run(folder: RunFolder) -> Spending:
-    """Return what counts the budget under which a run began."""
+    """Return a counter for the budget under which a run began."""
     setting = None
     with suppress(OSError, ValueError, KeyError):
         setting = json.loads(folder.config.read_text())["cluster"].get("budget")
@@ -137,12 +137,12 @@ def spending_of_run(folder: RunFolder) -> Spending:
 
 
 def hours_of(status: RunStatus, unit: str) -> Hours:
-    """Return what a run has taken of cores or GPUs, and what its tasks in flight may still take."""
+    """Return the hours of a run's cores or GPUs."""
     return sum((_of_stage(stage, status, unit) for stage in status.stages.values()), Hours())
 
 
 def _of_stage(stage: StageStatus, status: RunStatus, unit: str) -> Hours:
-    """Return the hours of a stage. Of a run that has ended nothing is in flight: what ran then has been cancelled."""
+    """Return the hours of a stage. An ended run has no unfinished tasks: they were cancelled."""
     used_s = held_s = 0.0
     for task in stage.work.values():
         used_s += sum(_units(stage.jobs.get(end.job) or stage.planned, unit) * _took_s(task, end) for end in task.ended)
@@ -159,7 +159,7 @@ def _of_stage(stage: StageStatus, status: RunStatus, unit: str) -> Hours:
 
 
 def _took_s(task: TaskRecord, attempt: Attempt) -> float:
-    """Return how long an attempt ran; where the executor does not know, from its worker's first word to its end."""
+    """Return how long an attempt ran, by the executor, else from its worker's first event to its end."""
     began = task.words[attempt.number].began if attempt.number in task.words else 0.0
     unknown_s = max(0.0, attempt.ended_at - began) if began and not attempt.elapsed_s else 0.0
     return attempt.elapsed_s + attempt.earlier_s + unknown_s
@@ -171,7 +171,7 @@ def _units(job: StageJob | None, unit: str) -> float:
 
 
 def _most_s(job: StageJob, unit: str) -> float:
-    """Return the most seconds of cores or GPUs that a task can take by its limit, which Slurm counts in minutes."""
+    """Return the most seconds that a task can run by its limit, which Slurm rounds up to minutes."""
     return _units(job, unit) * (-(-job.ask.time_s // 60) * 60 + ENDS_WITHIN_S)
 
 
@@ -184,7 +184,7 @@ def _ledger_bytes(folder: RunFolder) -> int:
 
 
 def note_pruned(runs: Path, folder: RunFolder) -> None:
-    """Write down what a run has taken, before it is removed."""
+    """Record the hours of a run before it is removed."""
     status = StatusReader(folder).read()
     used = {unit: hours_of(status, unit).used for unit in ("core", "gpu")}
     if not any(used.values()):
@@ -197,11 +197,11 @@ def note_pruned(runs: Path, folder: RunFolder) -> None:
 
 
 def _pruned(runs: Path, unit: str, there: set[str]) -> Hours:
-    """Return what runs have taken that are no longer there."""
+    """Return the hours of removed runs."""
     used: dict[str, float] = {}
     with suppress(OSError):
         for line in (runs / PRUNED).read_text().splitlines():
-            with suppress(ValueError, KeyError, TypeError):  # a full disk has cut it
+            with suppress(ValueError, KeyError, TypeError):  # truncated by a full disk
                 noted = json.loads(line)
                 used[str(noted["run"])] = float(noted[unit])
     return Hours(sum(hours for name, hours in used.items() if name not in there))

@@ -1,6 +1,6 @@
-"""The events of a run: every process appends lines to a file of its own, so no lock is needed.
+"""The events of a run. Each process appends lines to its own file, so no lock is needed.
 
-A reader skips the last line of a file while it is incomplete.
+A reader skips an incomplete last line until it is complete.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
 
 SUFFIX = ".jsonl"
-SUPERVISOR = "supervisor"  # the writer of a visit is this and its number
-_decode = json.JSONDecoder().raw_decode  # faster than loads; an event's text begins with its object
+SUPERVISOR = "supervisor"  # a visit writes as this name with its number
+_decode = json.JSONDecoder().raw_decode  # faster than json.loads
 _KINDS = {kind.value: kind for kind in EventKind}
 _PROGRESS, _FINISHED = (b'"kind":"%s"' % kind.value.encode() for kind in (EventKind.PROGRESS, EventKind.TASK_FINISHED))
 READ_BYTES = 1 << 18
-QUOTED = ("what", "error")  # foreign text: an exception may quote a command line, or an address with a password
+QUOTED = ("what", "error")  # foreign text may hold secrets: an exception may quote a command line or a URL
 _NO_FIGURES = b'"figures":{}'
 
 
@@ -45,10 +45,10 @@ class Ledger:
             size = os.fstat(self._file).st_size
             if not size:
                 os.fchmod(self._file, shown_mode(folder.events))
-            self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"  # an earlier writer died in a line
+            self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"  # an earlier writer died within a line
 
     def emit(self, kind: EventKind, **data: Any) -> Event:
-        """Append an event in a single write; return it as readers will see it."""
+        """Append an event in a single write; return it as readers see it."""
         masked = {name: without_secrets(data[name]) for name in QUOTED if isinstance(data.get(name), str)}
         event = {"at": round(time.time(), 3), "kind": kind.value, **data, **masked}
         text = json.dumps(event, separators=(",", ":"))
@@ -69,13 +69,13 @@ class LedgerReader:
     """Reads new events from all event files of a run; it keeps one position per file."""
 
     def __init__(self, folder: RunFolder, *, whole: bool = True) -> None:
-        """Read the events of a run; unless `whole`, without progress that later events supersede."""
+        """Read the events of a run; unless `whole`, skip superseded progress."""
         self._folder, self._whole = folder.events, whole
         self._positions: dict[str, int] = {}
         self._own = ""
 
     def skip(self, writer: str) -> None:
-        """Skip the events of this writer from now on: those of the process itself, which it knows."""
+        """Skip this writer from now on: the process knows its own events."""
         self._own = f"{writer}{SUFFIX}"
 
     def fresh(self) -> Iterator[Event]:
@@ -97,7 +97,7 @@ class LedgerReader:
             if entry.name == self._own:
                 continue
             position = self._positions.get(entry.path)
-            if position is None or entry.stat().st_size > position:  # one that is new is read, which tells as much
+            if position is None or entry.stat().st_size > position:  # read a new file at once
                 yield entry.path, entry.name.removesuffix(SUFFIX)
 
     def _fresh_of(self, path: str) -> Iterator[list[bytes]]:
@@ -124,7 +124,7 @@ class LedgerReader:
 
 
 def _telling(lines: list[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a writer without progress that newer progress supersedes, with figures where it has some."""
+    """Yield the lines of a writer, without superseded progress events."""
     for line, following in zip(lines, [*lines[1:], b""], strict=False):
         if not (
             _PROGRESS in line
@@ -135,7 +135,7 @@ def _telling(lines: list[bytes]) -> Iterator[bytes]:
 
 
 def _event(line: bytes, writer: str) -> Event | None:
-    """Parse a line; None for one that a crash has torn, or of a kind that only a newer version knows."""
+    """Parse a line; return None for a torn line or an event kind of a newer version."""
     try:
         text = line.decode()
         data, end = _decode(text)
@@ -147,7 +147,7 @@ def _event(line: bytes, writer: str) -> Event | None:
 
 
 def has_ended(folder: RunFolder) -> bool:
-    """Tell whether a run has ended by the last event of its last supervisor, which is cheap; False where that fails."""
+    """Tell cheaply whether a run has ended, by the last event of its last supervisor; False if unknown."""
     try:
         with (folder.events / f"{SUPERVISOR}-{last_claim(folder.claims):06d}{SUFFIX}").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - READ_BYTES))
@@ -169,16 +169,16 @@ def write_rejections(path: Path, rejections: Iterator[dict[str, Any]]) -> int:
 
 
 class Note:
-    """The items a process works on and its progress, in a file overwritten in place, which survives any kill."""
+    """The items in work and the progress of a process, in a file overwritten in place, which survives any kill."""
 
     def __init__(self, path: Path, attempt: int) -> None:
         self._attempt = attempt
-        self.done_before = _note(path, attempt)[0] if path.exists() else 0  # by an earlier start of this attempt
+        self.done_before = _note(path, attempt)[0] if path.exists() else 0  # by an earlier start
         with writing_run(path):
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
     def write(self, done: int, names: Sequence[str]) -> None:
-        """Record how many items are done, and which come now; where the disk is full, the note before it stays."""
+        """Record the count of finished items and the next ones; on a full disk the previous note stays."""
         with suppress(OSError):
             os.pwrite(self._file, json.dumps([self._attempt, done, list(names)]).encode() + b"\n", 0)
 
@@ -187,7 +187,7 @@ class Note:
 
 
 def read_notes(folder: RunFolder, stage: str, task: int, attempt: int) -> tuple[int, tuple[str, ...]]:
-    """Return how many items the processes of an attempt had done, and which they were on."""
+    """Return how many items the processes of an attempt had finished, and those in work."""
     done, names = 0, list[str]()
     for part in count():
         try:
@@ -200,7 +200,7 @@ def read_notes(folder: RunFolder, stage: str, task: int, attempt: int) -> tuple[
 
 
 def _note(path: Path, attempt: int) -> tuple[int, list[str]]:
-    """Return progress and items of a note; nothing from one of another attempt, or an empty one."""
+    """Return the progress and items of a note; nothing if it is empty or of another attempt."""
     try:
         written, done, names = json.loads(path.read_bytes().partition(b"\n")[0])
     except ValueError:

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"\d{8}-[0-9a-f]{4}")
 DATE = len("YYYYMMDD-")
-TIMES = 1 << 16  # of a day, that names tell apart
-FORMAT = 1  # of the files in a folder; one without format.txt has the first
-PRIVATE, SHARED = 0o700, 0o777  # what the umask leaves of it
-OWNER_WRITES = 0o755  # of the folder of runs: anyone who may write in it could replace a run
+TIMES = 1 << 16  # moments of a day that names distinguish
+FORMAT = 1  # format of a run folder; a folder without format.txt has format 1
+PRIVATE, SHARED = 0o700, 0o777  # before the umask
+OWNER_WRITES = 0o755  # anyone who can write into the folder of runs could replace a run
 
 
 class _RunFile:
@@ -39,19 +39,19 @@ class _RunFile:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Where the files of a run are."""
+    """The paths of the files of a run."""
 
     path: Path
 
-    format = _RunFile("format.txt")  # the format of the folder, as a number
+    format = _RunFile("format.txt")  # the format of the folder
     config = _RunFile("config.json")  # the configuration, resolved and frozen at submission
     stages = _RunFile("stages.json")  # the names of the stages, in order
-    again = _RunFile("again.txt")  # the command that was typed; it continues the run
+    again = _RunFile("again.txt")  # the typed command; it continues the run
     recipes = _RunFile("recipes.json")  # kind and tag of each recipe that the run reads
     items = _RunFile("items.jsonl")  # all items of the data set as the sources gave them, one per line
-    only = _RunFile("only")  # the keys of the records that the run may write; absent if it may write all
+    only = _RunFile("only")  # keys of the records that the run may write; absent: all
     meetings = _RunFile("meetings")  # where the ranks of a task exchange their addresses
-    task_code = _RunFile("task_code.txt")  # the folder of your own code at submission; absent if there is none
+    task_code = _RunFile("task_code.txt")  # the frozen copy of the user's code, if any
     table = _RunFile("table.txt")  # the key of the table of trainable items, in hex
     entered = _RunFile("entered.json")  # the entries of a reader, and their files
     rejected = _RunFile("rejected.jsonl")  # all rejected items with their reasons, one per line
@@ -60,9 +60,9 @@ class RunFolder:
     points = _RunFile("points")  # a link to the model of each sweep point, named by its settings
     leaks = _RunFile("leaks.csv")  # items that share an id, a sequence or a cluster with another split
     events = _RunFile("events")  # one file of events per process
-    left_out = _RunFile("left_out.jsonl")  # items that killed their task and are skipped since, one per line
+    left_out = _RunFile("left_out.jsonl")  # items that killed their task and are skipped from then on, one per line
     claims = _RunFile("claims")  # one file per supervisor visit
-    code = _RunFile("code.txt")  # the folder of this package's code at submission
+    code = _RunFile("code.txt")  # the frozen copy of this package
     logs = _RunFile("logs")  # output of the tasks
     supervisor_log = _RunFile("supervisor.log")  # output of a supervisor in the background
 
@@ -78,11 +78,11 @@ class RunFolder:
 
     @property
     def task_root(self) -> Path | None:
-        """The folder that the user's modules are imported from; None where there are none."""
+        """The folder that the user's modules are imported from, or None."""
         return Path(self.task_code.read_text()) if self.task_code.exists() else None
 
     def command(self) -> Command:
-        """Return the command that the run was submitted with; one for all stages where nothing tells it."""
+        """Return the command that the run was submitted with; if unknown, one for all stages."""
         try:
             return Command.read(self.again.read_text())
         except OSError:
@@ -101,7 +101,7 @@ class RunFolder:
         return self.path / f"{stage}.shards.json"
 
     def found(self, stage: str) -> Path:
-        """Return the folder where each task of a stage puts the damage list that it found."""
+        """Return the folder of the damage lists that the tasks of a stage write."""
         return self.path / f"{stage}.found"
 
     def plan(self, stage: str) -> Path:
@@ -109,12 +109,12 @@ class RunFolder:
         return self.path / f"{stage}.plan.json"
 
     def on(self, stage: str, task: int, part: int = 0) -> Path:
-        """Return the file that notes what a process of a task works on, and its progress."""
+        """Return the note of a process: its items in work and its progress."""
         return self.path / "on" / f"{stage}-{task:06d}-{part}"
 
 
 def shown_mode(folder: Path) -> int:
-    """Return the mode of a file that only its owner writes, and that the readers of the folder read."""
+    """Return the mode of a file that only its owner writes and that readers of the folder can read."""
     return 0o600 | (folder.stat().st_mode & 0o044)
 
 
@@ -132,7 +132,7 @@ def create_folder(runs: Path, now: datetime, *, private: bool = True) -> RunFold
 
 
 def _first_free(runs: Path, now: datetime, mode: int) -> Path:
-    """Create a folder that is named by the time, or by the next time that no run has."""
+    """Create a folder named by the time, or by the next free time."""
     seconds = now.hour * 3600 + now.minute * 60 + now.second
     for number in count(now.toordinal() * TIMES + seconds * TIMES // 86400):
         path = runs / f"{date.fromordinal(number // TIMES):%Y%m%d}-{number % TIMES:04x}"
@@ -174,7 +174,7 @@ def is_newer(path: Path) -> bool:
 
 
 def hidden(runs: Path) -> list[str]:
-    """Return the names of runs that cannot be read: private to other users, or of a later version."""
+    """Return the names of unreadable runs: private to other users, or of a later version."""
     try:
         names = sorted(name for name in os.listdir(runs) if NAME.fullmatch(name))  # noqa: PTH208 - names are enough
         known = {folder.name for folder in runs_in(runs)}
@@ -187,7 +187,7 @@ def hidden(runs: Path) -> list[str]:
 
 
 def _readable(folder: RunFolder) -> RunFolder:
-    """Return the run; raise ConfigError where a later version made it."""
+    """Return the run; raise ConfigError if a later version made it."""
     if is_newer(folder.path):
         what = f"has a newer format; this version of pipeline reads up to format {FORMAT}"
         raise ConfigError(
@@ -197,7 +197,7 @@ def _readable(folder: RunFolder) -> RunFolder:
 
 
 def find_run(runs: Path, name: str | None) -> RunFolder:
-    """Return the run whose name, or the part of it after the date, begins so; without a name, the newest."""
+    """Return the run whose name, or its part after the date, has this prefix; without a name, the newest."""
     known = _all_in(runs)
     if name is None:
         if not known:
@@ -212,7 +212,7 @@ def find_run(runs: Path, name: str | None) -> RunFolder:
 
 
 def by_path(name: str) -> RunFolder | None:
-    """Return the run in a folder; None where it is not a run."""
+    """Return the run in a folder; None if it is not a run."""
     path = Path(name).absolute()
     return _readable(RunFolder(path)) if _is_run(path) else None
 

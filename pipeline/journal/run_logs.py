@@ -1,4 +1,4 @@
-"""The logs of a run: which there are, and their text, without anything that a terminal would execute."""
+"""The logs of a run: finds them and reads their text, without terminal control characters."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 SUPERVISE = "supervise"
 ENDS = (".out", ".err")
 LAST_LINES = 200
-FIRST_LINES = 10  # of a log that is followed
+FIRST_LINES = 10  # lines shown first of a followed log
 BLOCK_BYTES = 1 << 16
-END_BYTES = 1 << 20  # read of a log at most for its end: some have no lines at all
+END_BYTES = 1 << 20  # most bytes read for the end of a log: some have no line ends
 A_BUG = 1  # the exit code
 _ESCAPE = re.compile("\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b\n]*(?:\x07|\x1b\\\\)?|[ -/]*[0-~])")
 _LINE_END = re.compile("\r+\n|\r")
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # the last turn text around
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # also marks of text direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Log:
     failed: bool
     live: bool
     paths: tuple[str, ...]  # stdout, stderr
-    name: str = ""  # what the task is called
+    name: str = ""  # name of the task
 
     @property
     def title(self) -> str:
-        """Whose log it is, and how that ended."""
+        """The heading: task, attempt and how it ended."""
         who = self.stage if self.task is None else f"{self.stage} {self.name}, attempt {self.attempt}"
         return f"{who}: {self.state}" if self.state else who
 
@@ -63,11 +63,11 @@ class LogChoice:
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing particular was asked for."""
+        """Whether the user made no choice."""
         return self == LogChoice()
 
     def takes(self, log: Log) -> bool:
-        """Tell whether a log was asked for."""
+        """Tell whether a log matches the choice."""
         return (
             self.stage in (None, log.stage)
             and self.task in (None, log.task)
@@ -77,15 +77,15 @@ class LogChoice:
 
 
 def wanted_logs(folder: RunFolder, status: RunStatus, wanted: LogChoice) -> list[Log]:
-    """Return the logs that were asked for, newest last; by default the failed, else the live, else all."""
+    """Return the chosen logs, newest last. Default: the failed, else the live, else all."""
     if not wanted.is_default:
         supervisors = supervisor_logs(folder, status) if wanted.stage == SUPERVISE else []
         return [log for log in (*supervisors, *task_logs(folder, status)) if wanted.takes(log)]
     if _supervisor_failed(status):
         return supervisor_logs(folder, status)[-1:]
     logs = list(task_logs(folder, status))
-    telling = [log for log in logs if log.failed] or [log for log in logs if log.live] or logs
-    return telling or supervisor_logs(folder, status)
+    chosen = [log for log in logs if log.failed] or [log for log in logs if log.live] or logs
+    return chosen or supervisor_logs(folder, status)
 
 
 def _supervisor_failed(status: RunStatus) -> bool:
@@ -96,7 +96,7 @@ def _supervisor_failed(status: RunStatus) -> bool:
 
 
 def task_logs(folder: RunFolder, status: RunStatus) -> Iterator[Log]:
-    """Yield the logs of all attempts, in the order in which they were submitted."""
+    """Yield the logs of all attempts, in order of submission."""
     for stage in status.in_order():
         ended = {(attempt.job, attempt.task): attempt for task in stage.work.values() for attempt in task.ended}
         for job in stage.jobs.values():
@@ -130,7 +130,7 @@ def _script_offset(script: str) -> int:
 
 
 def supervisor_logs(folder: RunFolder, status: RunStatus) -> list[Log]:
-    """Return the logs of supervisors, in the background or as jobs: every log that belongs to no task."""
+    """Return the logs of supervisors, which are all logs without a task."""
     jobs = {job for stage in status.stages.values() for job in stage.jobs}
     try:
         names = {name.rpartition(".")[0] for name in os.listdir(folder.logs) if name.endswith(ENDS)}  # noqa: PTH208 - names alone
@@ -170,7 +170,7 @@ def end_of(path: str, lines: int = LAST_LINES) -> str | None:
 
 
 def end_position(path: str, lines: int) -> int:
-    """Return the position of the last lines of a file; of the last megabyte where they are longer."""
+    """Return the position of the last lines of a file, at most a megabyte before its end."""
     with open(path, "rb") as file:  # noqa: PTH123 - see above
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - END_BYTES))
@@ -189,7 +189,7 @@ def whole(path: str) -> Iterator[str]:
 
 
 def of_rank(lines: Iterable[str], rank: int) -> Iterator[str]:
-    """Yield the lines of one rank, without the rank that srun has put before each line."""
+    """Yield the lines of one rank, without srun's prefix."""
     label = re.compile(rf"[ 0]*{rank}: ")
     for line in lines:
         if prefix := label.match(line):
@@ -198,19 +198,19 @@ def of_rank(lines: Iterable[str], rank: int) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Place:
-    """How far a file was read."""
+    """A position in a file."""
 
     inode: int
     position: int
 
 
 class Follower:
-    """Follows the logs of a run until it has ended; logs may appear late, shrink or be replaced."""
+    """Follows the logs of a run until its end; logs may appear late, shrink or be replaced."""
 
     def __init__(self, reader: StatusReader, wanted: LogChoice) -> None:
         self._folder, self._wanted, self.reader = reader.folder, wanted, reader
         self._places: dict[str, _Place] = {}
-        self._over: set[str] = set()  # logs to which nothing will be added, read to their end
+        self._over: set[str] = set()  # finished logs that were read completely
         self._first = True
 
     @property
@@ -219,7 +219,7 @@ class Follower:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has ended, and so nothing more will come."""
+        """Whether the run has ended."""
         return self.status.state not in GOING_ON
 
     def fresh(self) -> Iterator[tuple[Log, str, str]]:
@@ -234,7 +234,7 @@ class Follower:
         self._first = False
 
     def _logs(self) -> Iterator[Log]:
-        """Yield the logs to follow: those asked for; by default the live ones and all that come later."""
+        """Yield the logs to follow: the chosen ones. Default: live ones and all later ones."""
         if self._wanted.is_default or self._wanted.stage == SUPERVISE:
             yield from supervisor_logs(self._folder, self.status)
         for log in task_logs(self._folder, self.status):
@@ -244,7 +244,7 @@ class Follower:
                 yield log
 
     def _added(self, path: str, *, last: bool) -> Iterator[str]:
-        """Yield complete lines that were added to a file; with `last`, also an incomplete one."""
+        """Yield new complete lines of a file; with `last`, also an incomplete one."""
         try:
             with open(path, "rb") as file:  # noqa: PTH123 - see above
                 place = self._place(path, os.fstat(file.fileno()))
@@ -254,13 +254,13 @@ class Follower:
                         return
                     place.position += len(line)
                     yield harmless(line.decode(errors="replace"))
-        except FileNotFoundError:  # what replaces it is a new log, even with the same inode
+        except FileNotFoundError:  # it was replaced by a new log, perhaps with the same inode
             self._places.pop(path, None)
         except OSError:
             return
 
     def _place(self, path: str, facts: os.stat_result) -> _Place:
-        """Return where to go on reading a file; of a log that was there at first, near its end."""
+        """Return where to continue reading a file; a log that existed at the start is read near its end."""
         place = self._places.get(path)
         if place is None:
             start = end_position(path, FIRST_LINES) if self._first else 0

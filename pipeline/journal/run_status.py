@@ -1,4 +1,4 @@
-"""The status of a run, computed from its events alone, so it is the same live and long afterwards."""
+"""The status of a run, computed only from its events, so that it is the same during and after the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.journal.attempts import SILENCE, Ask, Attempt, TaskRecord, reporte
 from pipeline.journal.ledger import LedgerReader
 from pipeline.records import LOWEST_COSINE, Event, EventKind
 
-Told = TypeVar("Told")
+Reported = TypeVar("Reported")
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ COUNTED = (
 
 
 class State(StrEnum):
-    """The state of a run, a stage, a task or a point of a sweep; of work on an item, or of a stage before a run."""
+    """The state of a run, stage, task, sweep point or item; or of a stage before a run."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -39,8 +39,8 @@ class State(StrEnum):
     FAILED = "failed"
     STOPPED = "stopped"
     ABANDONED = "abandoned"  # its supervisor died without recording an end
-    STALLED = "stalled"  # a task that waits, in an abandoned run
-    CANCELLED = "cancelled"  # by hand, and alone
+    STALLED = "stalled"  # a waiting task of an orphaned run
+    CANCELLED = "cancelled"  # by a user, alone
     PRUNED = "pruned"
     INFEASIBLE = "infeasible"  # a point without a plan
     UNDONE = "not done"
@@ -50,15 +50,15 @@ class State(StrEnum):
 
     @property
     def word(self) -> str:
-        """The state on screens; its value is that of documents."""
+        """The state as shown on screens; documents use its value."""
         return {State.ABANDONED: "orphaned", State.REFUSED: "rejected"}.get(self, self.value)
 
 
 ENDED = frozenset({State.DONE, State.FAILED, State.STOPPED})
 GOING_ON = (State.WAITING, State.RUNNING)
-OOMS = "ooms"  # a figure: steps of a process that ran out of memory so far
-LOSS = "loss"  # of a training; several terms are loss.NAME
-MOST_SLOTS = 400  # in which the work of a stage is counted
+OOMS = "ooms"  # a figure: out-of-memory steps of a process so far
+LOSS = "loss"  # the training loss; with several terms: loss.NAME
+MOST_SLOTS = 400  # units in which the work of a stage is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,14 @@ class StageJob:
     partition: str = ""
     constraint: str = ""
     card: str = ""
-    parallel: int = 0  # of its tasks at once; 0: as configured
-    why: str = ""  # where its memory is from
-    planned_bytes: int = 0  # of a task, before measurements corrected it
-    recipe: str = ""  # under which its measurements are remembered
-    where: str = ""  # why its tasks go to their partition
+    parallel: int = 0  # tasks at once; 0: as configured
+    why: str = ""  # the source of its memory request
+    planned_bytes: int = 0  # memory of a task, before correction by measurements
+    recipe: str = ""  # key of its remembered measurements
+    where: str = ""  # why its tasks use their partition
     nodes: int = 1  # of a task, as the next
     ranks: int = 1  # processes on each node, each with so many cpus
-    sharing: int = 1  # tasks that run side by side, sharing the GPUs
+    sharing: int = 1  # tasks that run side by side and share the GPUs
     at: float = 0.0
 
     @property
@@ -104,7 +104,7 @@ class StageJob:
 
     @property
     def shared(self) -> str:
-        """Say how many tasks run side by side; empty where none do."""
+        """Describe how many tasks share a GPU; empty without sharing."""
         return f"{self.sharing} a {'GPU' if self.gpus else 'job'}" if self.sharing > 1 else ""
 
     def to_json(self) -> dict[str, Any]:
@@ -117,19 +117,19 @@ class StageJob:
         return replace(reported(cls, data), at=at)
 
 
-NO_JOB = StageJob("", "", "", 0, Ask(0, 0))  # in place of one that a ledger does not have: a core and no GPU
+NO_JOB = StageJob("", "", "", 0, Ask(0, 0))  # default for a ledger without a job: one core, no GPU
 
 
 @dataclass(slots=True)
 class TimeSlots:
-    """Counts over time; slots double their width before they become too many, and events may come in any order."""
+    """Counts over time, in any order of events. Slots double their width instead of becoming too many."""
 
     width_s: int = 1
     counts: Counter[int] = field(default_factory=Counter)
-    totals: dict[str, int] = field(default_factory=dict)  # process → what it has counted in its present attempt
+    totals: dict[str, int] = field(default_factory=dict)  # process → its count in the present attempt
 
     def count(self, at: float, process: str, total: int) -> None:
-        """Count what a process has done by a time; work that it repeats counts again."""
+        """Add the count of a process at a time; repeated work counts again."""
         if (more := total - self.totals.get(process, 0)) <= 0:
             return
         self.totals[process] = total
@@ -148,10 +148,10 @@ class Trial:
     number: int
     name: str
     settings: Mapping[str, Any]
-    task: int | None = None  # None: there was nothing to train
+    task: int | None = None  # None: nothing was trained
     state: State = State.RUNNING
     value: float | None = None  # the best one of the monitored metric
-    epochs: int = 0  # that it was trained
+    epochs: int = 0  # epochs trained
     why: str = ""
 
 
@@ -168,26 +168,26 @@ class StageStatus:
     missing: int = 0
     tasks: int = 0
     names: list[str] = field(default_factory=list)  # of tasks: an encoder, or a point of a sweep
-    parts: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # counts of each encoder, where there are several
-    of: str = ""  # the encoder, where this is a part
-    waiting: int = 0  # items that an earlier stage has still to do
+    parts: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # encoder → counts, if there are several
+    of: str = ""  # the encoder, if this is a part
+    waiting: int = 0  # items waiting for an earlier stage
     residues: int = 0  # to do
-    unkept: int = 0  # graphs that are built on reading and never stored
-    unnamed: int = 0  # missing, but not on the list to which the run is confined
-    sets: int = 0  # data sets, where items cannot be counted: a reader's are unknown until they are read
+    unkept: int = 0  # graphs built on reading, never stored
+    unnamed: int = 0  # missing, but not on the run's damage list
+    sets: int = 0  # whole data sets, if items cannot be counted before a reader has read them
     encoders: int = 0  # if several: the counts are of embeddings, not sequences
-    cost: float = 0.0  # to do, in the unit of the figure `cost_done`
+    cost: float = 0.0  # work to do, in the unit of the figure `cost_done`
     planned: StageJob | None = None  # the job of first attempts; None before the stage begins
-    own: dict[str, StageJob] = field(default_factory=dict)  # the same by the name of tasks that have plans of their own
-    search: Mapping[str, Any] = field(default_factory=dict)  # trials, monitor, lower; empty: it is no search
-    asked: dict[int, Trial] = field(default_factory=dict)  # of a search, by number
-    limits: Limits | None = None  # under which that was planned, where known
+    own: dict[str, StageJob] = field(default_factory=dict)  # task name → job, for tasks with their own plans
+    search: Mapping[str, Any] = field(default_factory=dict)  # trials, monitor, lower; empty: not a search
+    asked: dict[int, Trial] = field(default_factory=dict)  # trials of a search, by number
+    limits: Limits | None = None  # limits used for that plan, if known
     done: dict[str, int] = field(default_factory=dict)  # process → items
     rejected: dict[str, Mapping[str, int]] = field(default_factory=dict)  # process → reason → items
     figures: dict[str, Mapping[str, float]] = field(default_factory=dict)  # process → its latest figures
     work: dict[int, TaskRecord] = field(default_factory=dict)  # task number → its record
     jobs: dict[JobId, StageJob] = field(default_factory=dict)
-    sent: int = 0  # jobs so far: more than `jobs` has where a controller lost its state and numbers from 1 again
+    sent: int = 0  # jobs so far; more than len(jobs) if a controller lost its state and reused ids
     intents: dict[str, StageJob] = field(default_factory=dict)  # tag → an announced job that may be queued or not
     left_out: list[Mapping[str, Any]] = field(default_factory=list)
     census: Mapping[str, Any] | None = None
@@ -197,8 +197,8 @@ class StageStatus:
     submitted: bool = False
     started_at: float = 0.0
     ended_at: float = 0.0
-    lost_s: float = 0.0  # from a process's end until its training had come further
-    ooms: TimeSlots = field(default_factory=TimeSlots)  # steps that ran out of memory; of a deep view alone
+    lost_s: float = 0.0  # seconds from a process's end until its training progressed again
+    ooms: TimeSlots = field(default_factory=TimeSlots)  # out-of-memory steps over time; only in a deep view
 
     def task(self, number: int) -> TaskRecord:
         """Return the record of a task, a new one if there is none."""
@@ -211,14 +211,14 @@ class StageStatus:
         return f"{self.name} {self.of}".rstrip()
 
     def by_part(self) -> list[StageStatus]:
-        """Return the stage as it is for each encoder, where there are several, else this one."""
+        """Return the status of each encoder if there are several, else only this one."""
         return [self._part(name) for name in self.parts] or [self]
 
     def _part(self, name: str) -> StageStatus:
         """Return the counts and the tasks of one encoder."""
         work = {number: task for number, task in self.work.items() if self.name_of(number) == name}
 
-        def mine(reported: dict[str, Told]) -> dict[str, Told]:
+        def mine(reported: dict[str, Reported]) -> dict[str, Reported]:
             return {process: value for process, value in reported.items() if int(process.split("-")[1]) in work}
 
         part = replace(self, of=name, parts={}, census=None, work=work, planned=self.own.get(name))
@@ -230,21 +230,21 @@ class StageStatus:
 
     @property
     def is_swept(self) -> bool:
-        """Whether its tasks are points of a sweep, each known by its name."""
+        """Whether its tasks are points of a sweep."""
         return bool(self.names or self.search) and not self.parts
 
     @property
     def best_trial(self) -> Trial | None:
-        """The trial with the best value so far, the first of equal ones."""
+        """The first trial with the best value so far."""
         known = [trial for trial in self.asked.values() if trial.value is not None]
         return min(known, key=lambda trial: (trial.value or 0.0) * (1 if self.search["lower"] else -1), default=None)
 
     def plan_of(self, number: int, shared: StageJob) -> StageJob:
-        """Return the job of a task's first attempts: that of its encoder or trial; points of a grid share theirs."""
+        """Return the planned job of a task: that of its encoder or trial; points of a grid share one."""
         return self.own.get(self.name_of(number), shared) if self.parts or self.search else shared
 
     def name_of(self, number: int) -> str:
-        """Return the name of what a task is of; empty where tasks have none."""
+        """Return the name of a task's encoder or point; empty without names."""
         return self.names[number] if number < len(self.names) else ""
 
     def label(self, number: int) -> str:
@@ -255,16 +255,16 @@ class StageStatus:
         return f"{number} of {name}" if name else f"{number}"
 
     def called(self, number: int) -> str:
-        """Return what people call a task."""
+        """Return the name of a task for messages."""
         return self.label(number) if self.is_swept else f"task {self.label(number)}"
 
     def give_name(self, number: int, name: str) -> None:
-        """Say what a task is of."""
+        """Set the name of a task."""
         self.names += [""] * (number + 1 - len(self.names))
         self.names[number] = name
 
     def split(self, number: int, into: Sequence[int], ask: Ask, why: str) -> None:
-        """Replace a task by others, and forget its progress, which they repeat."""
+        """Replace a task by its parts; forget its progress, which they repeat."""
         if self.task(number).split:
             return
         self.task(number).then[self.task(number).attempt] = why
@@ -285,12 +285,12 @@ class StageStatus:
         return list(dict.fromkeys(chain(*self.warned.values(), self.judged)))
 
     def counts(self) -> dict[str, int]:
-        """Return the counts that were taken when the stage was submitted."""
+        """Return the counts from the submission of the stage."""
         return {name: getattr(self, name) for name in COUNTED}
 
     @property
     def items_done(self) -> int:
-        """Items that the tasks have worked through; in the end no more than there are."""
+        """Items that the tasks have finished, at most all."""
         undone = int((self.census or {}).get("undone", 0))
         return min(sum(self.done.values()), max(0, self.missing - undone)) if undone else sum(self.done.values())
 
@@ -316,16 +316,16 @@ class StageStatus:
 
     @property
     def restarts(self) -> list[Attempt]:
-        """Starts that others followed in their jobs."""
+        """Starts that were followed by a restart in their jobs."""
         return [start for task in self.work.values() for start in task.restarts]
 
     @property
     def cancelled(self) -> dict[str, str]:
-        """The points that were cancelled by hand, and by whom each was."""
+        """The points that users cancelled → who cancelled each."""
         return {self.name_of(number): task.cancelled for number, task in self.work.items() if task.cancelled}
 
     def use(self) -> dict[str, int | None]:
-        """Return the most memory that any of its tasks asked for, and the most that one used."""
+        """Return the most memory that a task requested, and the most that one used."""
         ended = [attempt for task in self.work.values() for attempt in task.ended]
         sizes = {
             "asked_bytes": (task.ask.mem_bytes for task in self.work.values() if task.ask),
@@ -335,7 +335,7 @@ class StageStatus:
         return {name: max(each, default=None) for name, each in sizes.items()}
 
     def highest(self, figure: str) -> int:
-        """Return the highest value of a figure that a process reports; 0 where none does."""
+        """Return the highest value of a figure over all processes; 0 if none reports it."""
         return max((int(figures.get(figure, 0)) for figures in self.figures.values()), default=0)
 
     @property
@@ -354,9 +354,9 @@ class StageStatus:
         return list(dict.fromkeys(task.job for task in self.work.values() if task.job))
 
     def cancelled_groups(self, job: JobId) -> list[int]:
-        """Return the first task of each group of a job in which all that have not ended were cancelled by hand.
+        """Return the first task of each group of a job whose unfinished tasks a user has all cancelled.
 
-        A task that runs beside others is ended by the process that started it.
+        A single task of a group is ended by the process that started it.
         """
         found = []
         for group in self.jobs[job].groups:
@@ -369,28 +369,28 @@ class StageStatus:
         return dict(Counter(self.state_of(task) for task in self.work.values() if not task.split))
 
     def state_of(self, task: TaskRecord) -> State:
-        """Return the state of a task. Until a supervisor has judged its attempt, its worker's own reports count."""
+        """Return the state of a task: by its worker's reports until a supervisor has judged its attempt."""
         word, is_judged = task.word, task.job is None
         if task.good or (word.finished and not is_judged):
             return State.DONE
         if task.cancelled and not word.finished:
             return State.CANCELLED
-        left_off = is_interruption(word.exit_code or 0)  # Slurm begins it again, or a supervisor does
+        left_off = is_interruption(word.exit_code or 0)  # Slurm or a supervisor restarts it
         if (is_judged and task.ended) or (not is_judged and word.exit_code and not left_off):
             return State.FAILED
-        if not is_judged and self.state is State.STOPPED:  # with its run, which has ended its jobs
+        if not is_judged and self.state is State.STOPPED:  # by the end of its run
             return State.STOPPED
         if not is_judged and word.started and not left_off:
             return State.RUNNING
         return State.STALLED if self.state is State.ABANDONED else State.WAITING
 
     def measured(self) -> dict[str, float]:
-        """Return the figures of all processes as figures of the stage."""
+        """Combine the figures of all processes."""
         running = sum(not self.task(int(process["task"])).good for process in self.figures.values())
         return summary(list(self.figures.values()), self.cost, running)
 
     def to_json(self) -> dict[str, Any]:
-        shown = {column.name: getattr(self, column.name) for column in fields(self) if column.name not in INTERNAL}
+        shown = {column.name: getattr(self, column.name) for column in fields(self) if column.name not in PRIVATE}
         failures = [
             plain(attempt) | {"then": self.task(attempt.task).then.get(attempt.number, "")} for attempt in self.failures
         ]
@@ -409,7 +409,7 @@ class StageStatus:
         }
 
 
-INTERNAL = (
+PRIVATE = (
     "of",
     "judged", "warned", "work", "jobs", "intents", "submitted", "sent", "left_out", "planned", "limits", "own", "names",
     "ooms",
@@ -417,7 +417,7 @@ INTERNAL = (
 
 
 def summary(figures: Sequence[Mapping[str, float]], cost: float, running: int) -> dict[str, float]:
-    """Combine the figures of processes, of which so many still run, into those of their stage."""
+    """Combine the figures of processes, of which `live` still run, into those of their stage."""
     busy = [process for process in figures if process.get("forward_s")]
     if not busy:
         return {}
@@ -442,11 +442,11 @@ def summary(figures: Sequence[Mapping[str, float]], cost: float, running: int) -
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Jobs that wait for what does not pass by itself, from when this was seen until it was over."""
+    """A wait of jobs for something that needs a person, and its duration."""
 
     of: str  # a stage, or `supervise`
-    reason: str  # Slurm's own word
-    number: int = 1  # of the times that these waited for this
+    reason: str  # Slurm's word for the reason
+    number: int = 1  # ordinal of this wait for the same reason
     words: str = ""
     remedy: str = ""
     tasks: int = 0
@@ -458,7 +458,7 @@ class Wait:
         return self.until > 0
 
     def lasted_s(self, now: float) -> float:
-        """Return for how many seconds it has been so, or was."""
+        """Return the duration of the wait in seconds."""
         return max(0.0, (self.until or now) - self.since)
 
 
@@ -471,20 +471,20 @@ class RunStatus:
     stages: dict[str, StageStatus] = field(default_factory=dict)
     host: str = ""
     pid: int = 0
-    uid: int | None = None  # whose process it is
+    uid: int | None = None  # user of its process
     born: float = 0.0  # when it was created
-    seen: float = 0.0  # when it had begun its work
-    until: float = float("inf")  # when its last supervisor has ended at the latest
+    seen: float = 0.0  # when it was seen at work
+    until: float = float("inf")  # latest possible end of its last supervisor
     visits: int = 0
-    unfinished: int = 0  # visits since the last that handed over
-    successors: tuple[JobId, ...] = ()  # the jobs of the visit at work, where it is one, and of the next
+    unfinished: int = 0  # visits since the last one that handed over
+    successors: tuple[JobId, ...] = ()  # the jobs of the present visit, if it is one, and of the next
     waits: list[Wait] = field(default_factory=list)
-    planned: tuple[str, ...] = ()  # the stages it is to do
+    planned: tuple[str, ...] = ()  # the stages to run
     error: str = ""
     exit_code: int = 0
     started_at: float = 0.0
     ended_at: float = 0.0
-    names: dict[JobId, str] = field(default_factory=dict)  # of supervisors' jobs in the queue, each unique
+    names: dict[JobId, str] = field(default_factory=dict)  # supervisor job → its unique name in the queue
     cluster: str = ""  # Slurm's name of the cluster that has its jobs
     deep: bool = False  # whether to count over time
 
@@ -539,13 +539,13 @@ class RunStatus:
         return own | {job: row.jobs[job].tag for row in self.stages.values() for job in row.live}
 
     def elsewhere(self, here: str) -> str:
-        """Say that the run belongs to another cluster than `here`; empty where it does not, or that is unknown."""
+        """Return a note if the run belongs to another cluster than `here`, else an empty text."""
         if not self.cluster or here in ("", self.cluster):
             return ""
         return f"run {self.name} belongs to Slurm cluster {self.cluster}; this machine uses cluster {here}"
 
     def open_wait(self, like: Wait) -> Wait | None:
-        """Return the wait of the same jobs for the same reason that is not over; None where there is none."""
+        """Return the open wait of the same jobs for the same reason, or None."""
         alike = (wait for wait in self.waits if (wait.of, wait.reason) == (like.of, like.reason))
         return next((wait for wait in alike if not wait.is_over), None)
 
@@ -600,7 +600,7 @@ class RunStatus:
             stage.split(data["task"], data["into"], Ask(**data["ask"]), data["why"])
 
     def to_json(self) -> dict[str, Any]:
-        shown = {column.name: getattr(self, column.name) for column in fields(self) if column.name not in UNTOLD}
+        shown = {column.name: getattr(self, column.name) for column in fields(self) if column.name not in INTERNAL}
         return shown | {
             "state": self.state.value,
             "waits": plain(self.waits),
@@ -612,7 +612,7 @@ class RunStatus:
         return sorted(self.stages.values(), key=lambda stage: stage.started_at)
 
 
-UNTOLD = ("born", "seen", "until", "uid", "unfinished", "names", "deep")  # only for this package
+INTERNAL = ("born", "seen", "until", "uid", "unfinished", "names", "deep")  # only for this package
 
 
 def _begin(stage: StageStatus, event: Event) -> None:
@@ -641,7 +641,7 @@ def _plan(stage: StageStatus, name: str, job: Mapping[str, Any]) -> None:
 def _ask(stage: StageStatus, data: Mapping[str, Any]) -> None:
     """Add a trial, and the task that trains it."""
     trial = reported(Trial, data)
-    if trial.number in stage.asked:  # two visits may ask for it
+    if trial.number in stage.asked:  # two visits may add it
         return
     stage.asked[trial.number] = trial
     for name, count in data["counts"].items():
@@ -692,11 +692,11 @@ def _take_report(stage: StageStatus, event: Event) -> None:
         stage.lost_s += data["lost_s"]
     began = max(word.began, event.at) if event.kind in STARTS else word.began
     is_fault = event.kind is EventKind.TASK_FAILED and event.at >= began and word.exit_code == PEER_LOST
-    if event.at < word.at and not is_fault:  # files are read one after the other: a newer report was read before
+    if event.at < word.at and not is_fault:  # a newer report from another file was read before
         if began > word.began:
             task.say(attempt, began=began)
     elif event.kind in STARTS:
-        # where the scheduler requeued it, or it restarts in its job, this is a new start
+        # a new start: requeued, or restarted in its job
         task.words[attempt] = Word(started=True, at=event.at, began=began)
     elif event.kind is EventKind.TASK_FINISHED:
         task.words[attempt] = Word(started=True, finished=True, at=event.at, began=began)
@@ -712,7 +712,7 @@ def _take_report(stage: StageStatus, event: Event) -> None:
 
 
 def _count(stage: StageStatus, event: Event) -> None:
-    """Count the steps of a process that ran out of memory, over time."""
+    """Count the out-of-memory steps of a process over time."""
     if event.kind is EventKind.TASK_STARTED:
         stage.ooms.totals[event.writer] = 0
     elif event.kind in (EventKind.PROGRESS, EventKind.TASK_FINISHED):

@@ -1,4 +1,4 @@
-"""A run as it is now, by its ledger and the queue: what every screen, document, notification and page shows of it."""
+"""The present view of a run, from its ledger and the queue: the source of all screens, documents and notifications."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from pipeline.journal.run_status import RunStatus, StageStatus
 
 ASK_S = 5.0
-ASK_AGAIN_S = 10.0  # at most so often, by those who watch a run for days
+ASK_AGAIN_S = 10.0  # most frequent poll of the queue by programs that watch for days
 LAST_WORDS_BYTES = 4096
-BEGINS_WITHIN_S = 600.0  # a supervisor that has said nothing for so long died before it began
-NO_SUPERVISOR = "NoSupervisor"  # the reason of a wait that only we know of
-HEARD_OF_S = 86_400  # a run without any event for so long never began
+BEGINS_WITHIN_S = 600.0  # a supervisor without events for this long died at its start
+NO_SUPERVISOR = "NoSupervisor"  # our own reason of a wait
+NEVER_BEGAN_S = 86_400  # a run without events for this long never began
 
 
 @dataclass(frozen=True)
 class QueueLook:
-    """The tasks of a run in the scheduler's queue; None where the queue does not answer."""
+    """The tasks of a run in the scheduler's queue; None if the queue does not answer."""
 
     tasks: Mapping[str, Queued] | None
     trouble: str = ""
@@ -54,7 +54,7 @@ class QueueLook:
         return by_job
 
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
-        """Return which of these jobs have not ended; all of them where the queue does not answer."""
+        """Return the unfinished ones of these jobs; all of them if the queue does not answer."""
         if self.tasks is None:
             return set(jobs)
         return {job for job, task in self._of(jobs) if not task.state.ended}
@@ -65,7 +65,7 @@ class QueueLook:
         return [reason for reason, _ in counted.most_common()]
 
     def stuck(self, of: str, jobs: Iterable[JobId]) -> list[Wait]:
-        """Return for what tasks of these jobs wait that does not pass by itself, a reason each."""
+        """Return the waits of these jobs that need a person, one for each reason."""
         found: dict[str, list[Queued]] = {}
         for _, task in self._of(jobs):
             if remedy_of(task.state, task.reason, ""):
@@ -73,7 +73,7 @@ class QueueLook:
         return [_wait(of, reason, tasks) for reason, tasks in found.items()]
 
     def delayed(self, jobs: Mapping[JobId, float], now: float) -> str:
-        """Say for how long tasks of these jobs (with when they were submitted) have waited, and when one may start."""
+        """Say how long tasks of these jobs (job → submission time) have waited, and when one may start."""
         waiting = [(jobs[job], task) for job, task in self._of(jobs) if task.state in WAITING_STATES]
         if not waiting:
             return ""
@@ -83,7 +83,7 @@ class QueueLook:
         return f"for {short_seconds(max(0.0, now - min(at for at, _ in waiting)))}{start}"
 
     def where(self, jobs: Iterable[JobId]) -> str:
-        """Return on which node the first unfinished job runs, or why it waits; empty where all have ended."""
+        """Return the node of the first unfinished job, or why it waits; empty if all have ended."""
         for job, task in self._of(jobs):
             if not task.state.ended:
                 at = f"on {task.node}" if task.node else f"waits: {task.waits_for}" if task.waits_for else "waits"
@@ -95,7 +95,7 @@ class QueueLook:
 
 
 def _wait(of: str, reason: str, tasks: Sequence[Queued]) -> Wait:
-    """Return a wait of some tasks, with the command that helps all of their jobs."""
+    """Return the wait of some tasks, with the command that helps all of their jobs."""
     jobs = list(dict.fromkeys(task.job.partition("_")[0] for task in tasks))
     named, first = ",".join(jobs), tasks[0]
     words = first.waits_for or f"held by the scheduler ({first.state.value})"
@@ -117,14 +117,14 @@ def look_at_queue(status: RunStatus) -> QueueLook:
 
 @dataclass
 class RunView:
-    """A run by its ledger, and its jobs by the queue; of a deep view also when steps ran out of memory."""
+    """A run by its ledger and its jobs by the queue; a deep view has the times of out-of-memory steps, too."""
 
     folder: RunFolder
     status: RunStatus
     queue: QueueLook = QueueLook({})
-    at: float = math.inf  # seconds since 1970; inf: no estimate of the time left is wanted
-    supervisor: str = ""  # which process or job supervises it; of an abandoned run, how its supervisor's log ends
-    account: Account | None = None  # of the project's budget, where it has one
+    at: float = math.inf  # seconds since 1970; inf: do not estimate the time left
+    supervisor: str = ""  # its supervising process or job; of an orphaned run, the end of its supervisor's log
+    account: Account | None = None  # use of the project's budget, if any
 
     @property
     def goes_on(self) -> bool:
@@ -140,11 +140,11 @@ class RunView:
         return self.queue.reasons(stage.live)
 
     def delayed(self, stage: StageStatus) -> str:
-        """Say for how long tasks of a stage have waited, and when one may start."""
+        """Say how long tasks of a stage have waited, and when one may start."""
         return self.queue.delayed({job: stage.jobs[job].at for job in stage.live}, self.at)
 
     def left_s(self, stage: StageStatus) -> float | None:
-        """Return the seconds that a running stage will still take at its speed so far; None before an item is done."""
+        """Return the seconds left for a running stage at its mean speed; None before the first item."""
         done = stage.items_done
         if stage.state is not State.RUNNING or math.isinf(self.at) or not 0 < done < stage.missing:
             return None
@@ -152,7 +152,7 @@ class RunView:
 
     @property
     def stuck(self) -> list[Wait]:
-        """What its jobs wait for now that does not pass by itself: those of its stages, and its next visit's."""
+        """Present waits of its jobs and of its next visit that need a person."""
         status = self.status
         waits = [wait for stage in status.stages.values() for wait in self.queue.stuck(stage.name, stage.live)]
         if status.state is State.ABANDONED:
@@ -162,7 +162,7 @@ class RunView:
 
     @property
     def waits(self) -> list[Wait]:
-        """What jobs wait for now, or waited for, that does not pass by itself."""
+        """Present and past waits of its jobs that need a person."""
         return [*self.status.waits, *(wait for wait in self.stuck if self.status.open_wait(wait) is None)]
 
     def to_json(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class RunView:
 
 
 class ViewReader(StatusReader):
-    """Keeps the view of a run up to date; asks the queue again about the same jobs only after a while."""
+    """Keeps the view of a run up to date; polls the queue only now and then."""
 
     def __init__(self, folder: RunFolder, *, deep: bool = False) -> None:
         super().__init__(folder, deep=deep)
@@ -183,16 +183,16 @@ class ViewReader(StatusReader):
         self._asked_at, self._queue = -math.inf, QueueLook({})
 
     def view(self) -> RunView:
-        """Return the run as it is now. A running one without a supervisor is abandoned."""
+        """Return the run as it is now. An active run without a supervisor is orphaned."""
         self.read()
         if self._is_abandoned(self.ask()):
-            self.read()  # a visit may have handed over since
+            self.read()  # a visit may have handed over meanwhile
             if self._is_abandoned(self.ask(again=True)):
                 self.status.abandon()
         return replace(self.now(), supervisor=self._supervisor())
 
     def now(self) -> RunView:
-        """Return the run by the events that were read, without judging whether it has a supervisor."""
+        """Return the run by the events read so far, without checking for a supervisor."""
         return RunView(self.folder, self.status, self.ask(), time.time())
 
     def ask(self, *, again: bool = False) -> QueueLook:
@@ -203,7 +203,7 @@ class ViewReader(StatusReader):
         return self._queue
 
     def _is_abandoned(self, queue: QueueLook) -> bool:
-        """Tell whether the run lost its supervisor, or never had one; False if that cannot be known from here."""
+        """Tell whether the run has no supervisor; False if that cannot be known from here."""
         status = self.status
         if status.state is State.WAITING:
             return time.time() - self.folder.stages.stat().st_mtime > BEGINS_WITHIN_S
@@ -215,7 +215,7 @@ class ViewReader(StatusReader):
         return not queue.queued(status.successors) if status.successors else is_here or time.time() > status.until
 
     def _supervisor(self) -> str:
-        """Return which process or job supervises an active run; of an abandoned one, how its supervisor's log ends."""
+        """Return the supervising process or job of an active run, or the end of an orphaned run's supervisor log."""
         status, jobs = self.status, ", ".join(self.status.successors)
         if status.state is State.ABANDONED:
             return self._last_words()
@@ -248,14 +248,14 @@ def active_runs(runs: Path, root: Path) -> list[RunFolder]:
     """Return the active runs in a folder that use the cache at `root`, as far as this user can read them."""
     try:
         folders = runs_in(runs)
-    except ConfigError:  # it is another user's
+    except ConfigError:  # another user's
         return []
     return [folder for folder in folders if _may_use(folder, root) and is_active(folder)]
 
 
 def _may_use(folder: RunFolder, root: Path) -> bool:
-    """Tell whether a run uses the cache at `root`, or has a configuration that this version cannot read."""
-    from pipeline.config.load import read_resolved  # late: it is slow to import, and one run alone needs it not
+    """Tell whether a run uses the cache at `root`; True if this version cannot read its configuration."""
+    from pipeline.config.load import read_resolved  # imported late: slow, and not needed for a single run
 
     try:
         config = read_resolved(folder.config)
@@ -265,14 +265,14 @@ def _may_use(folder: RunFolder, root: Path) -> bool:
 
 
 def is_active(folder: RunFolder) -> bool:
-    """Tell whether a run is active; the jobs of an abandoned run count. A run that is removed meanwhile is not."""
+    """Tell whether a run is active. The jobs of an orphaned run count; a run removed meanwhile is not active."""
     try:
         if has_ended(folder):
             return False
         run = view(folder)
         status, live = run.status, [job for stage in run.status.stages.values() for job in stage.live]
         if not status.started_at:
-            return time.time() - folder.path.stat().st_mtime < HEARD_OF_S
+            return time.time() - folder.path.stat().st_mtime < NEVER_BEGAN_S
         return status.state is State.RUNNING or (status.state is State.ABANDONED and bool(run.queue.queued(live)))
     except FileNotFoundError:
         if folder.path.exists():

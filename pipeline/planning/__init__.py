@@ -1,1 +1,1 @@
-"""The training of one run: its plan, its items, its trial on a card, its staging to a node's disk."""
+"""Plans what a run trains: recipe, memory plan, items, probe, and staging to a node's disk."""

@@ -1,4 +1,4 @@
-"""Where training may run: on the GPUs that were named, on those of the cluster, or in a node's memory without any."""
+"""Offers: where training may run. On named GPUs, on those of the cluster, or in a node's memory without GPUs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAME = "train"
-ASSUMED_BYTES = 16 << 30  # of a node, where no Slurm says it
+ASSUMED_BYTES = 16 << 30  # of a node, if Slurm does not say it
 _OFFER = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(.*)", re.IGNORECASE)
 
 
@@ -52,22 +52,22 @@ class Question:
     config: Config
     project: Project
     executor: Executor
-    gpus: Sequence[str] = ()  # as typed
-    by_plan: bool = False  # not by `submit`: GPUs can be typed, and items need no graphs yet
+    gpus: Sequence[str] = ()  # GPUs, as typed
+    by_plan: bool = False  # asked by `plan`, not `submit`: GPUs may be typed, and items need no graphs yet
     detailed: bool = False  # also compare batch configurations, which takes more traces
-    sizes: Mapping[str, int] | None = None  # of an item, as typed: the data set is not looked at
+    sizes: Mapping[str, int] | None = None  # of an item, as typed; the data set is then not read
     beside: Path | None = None  # where the task's modules may be
-    tell: Callable[[str], None] = lambda _: None
+    say: Callable[[str], None] = lambda _: None
 
     @property
     def baseline(self) -> HostPart:
-        """The memory of a process with torch: what that told which tasks are forked from, else measured in another."""
+        """The memory of a process with torch: that of the fork server, else measured in a child process."""
         told = getattr(self.executor, "imported_bytes", 0)
         return measured_in(told, TRAINING) if told else measured_baseline()
 
 
 def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
-    """Return the cards that were named, else those of the cluster; the first is planned for, the others compared."""
+    """Return the named GPUs, else those of the cluster; the plan is for the first, the others are compared."""
     config = question.config
     resources = config.cluster.train
     ranks = resources.world
@@ -97,7 +97,7 @@ def card_of(gpu: Device, ranks: int, train: TrainSection) -> CardSpec:
 
 
 def _offer(text: str, ranks: int, train: TrainSection) -> Offer:
-    """Read what was typed: 3xa100-40gb, or 3xa100-40gb,v100-32gb for a job that may get either."""
+    """Parse an offer: 3xa100-40gb, or 3xa100-40gb,v100-32gb for a job that may get either."""
     parts = [_OFFER.findall(part.strip())[0] for part in text.split(",")]
     counts = {int(count) for count, _ in parts if count} or {ranks}
     ranks = counts.pop()
@@ -109,7 +109,7 @@ def _offer(text: str, ranks: int, train: TrainSection) -> Offer:
 
 
 def _device(site: SiteCard) -> Device:
-    """Return a GPU of the cluster: its speed by its name, its memory by the configuration."""
+    """Return a GPU of the cluster: its speed follows from its name, its memory from the configuration."""
     name = site.gres or site.feature or ""
     try:
         known = device(name)
@@ -119,7 +119,7 @@ def _device(site: SiteCard) -> Device:
 
 
 def site_card(config: Config, card: CardSpec) -> SiteCard | None:
-    """Return the section of the cluster's configuration by which a job asks for a card."""
+    """Return the configured GPU that a job requests for this card."""
     if not card.caching:
         return next((site for site in config.cluster.slurm.cards if card.name in (site.partition, site.feature)), None)
     named = (site for site in config.cluster.slurm.cards if site.gres or site.feature)
@@ -127,7 +127,7 @@ def site_card(config: Config, card: CardSpec) -> SiteCard | None:
 
 
 def waits(question: Question, offers: Sequence[Offer], mem_bytes: int) -> Iterator[tuple[str, float]]:
-    """Yield how long a job of each offer would wait, where this cluster has such cards and Slurm estimates a start."""
+    """Yield how long a job of each offer would wait, if the cluster has such GPUs and Slurm estimates a start."""
     resources = question.config.cluster.train
     for offer in offers:
         site = site_card(question.config, offer.cards[0])
@@ -144,7 +144,7 @@ def waits(question: Question, offers: Sequence[Offer], mem_bytes: int) -> Iterat
 
 
 def _host_card(question: Question, name: str = "", mem_bytes: int | None = None) -> CardSpec:
-    """Return as a card the memory that a node without GPUs leaves for a step."""
+    """Return the memory that a node without GPUs leaves for a step, as a card."""
     resources = question.config.cluster.train
     if resources.mem != "auto":
         mem_bytes = resources.mem

@@ -1,8 +1,7 @@
-"""The points of a sweep: the settings in which its trainings differ, as they are typed and as they are meant.
+"""The points of a sweep: the settings in which its trainings differ.
 
-`train.sweep.points` holds those of a grid on the command line, or of a file with a row for each. A point's training is
-that which a plain run with its settings has: what was trained before counts, and what a sweep has trained counts for
-others.
+`train.sweep.points` holds the points of a typed grid, or of a file with a row for each. A point is the same training as
+in a plain run with its settings. So a sweep reuses earlier trainings, and later runs reuse those of a sweep.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
 
 
 SWEEP, FILE = "--sweep", "--sweep-file"
-MOST, LISTED = 1000, 10  # points of a run, and of an error
-SWEPT = {  # of section `train`: what makes another training of it
+MOST, LISTED = 1000, 10  # most points of a run, and in an error
+SWEPT = {  # settings of section `train` that make another training
     *DECISIVE, "schedule", "epochs", "precision", "pretrained", "pretrained_as", "pretrained_map", "pretrained_entry",
 } - {"task"}  # fmt: skip
 RANGE = re.compile(r"(-?\d+):(-?\d+)(?::([1-9]\d*))?")
@@ -48,18 +47,18 @@ EXAMPLE = Command.of("submit train --sweep train.seed=0:5 --sweep train.learning
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Point:
-    """One training of a sweep: what tells it from the others, in words, and its settings."""
+    """One training of a sweep: its name and its settings."""
 
     name: str  # seed=3 learning_rate=1e-4
     settings: Mapping[str, Any]
-    config: Config  # that a plain submit of it would have
+    config: Config  # for a plain submit
 
 
-# What is typed
+# Parse points
 
 
 def typed_points(words: Sequence[str], file: Path | None) -> str:
-    """Return the points that `--sweep` and `--sweep-file` name, as YAML: the file's, each with each of the grid."""
+    """Return the points of `--sweep` and `--sweep-file`, as YAML: each row of the file with each point of the grid."""
     rows = [{}] if file is None else _listed(file)
     grid = _grid(words)
     count = len(rows) * math.prod(map(len, grid.values()))
@@ -90,7 +89,7 @@ def _grid(words: Sequence[str]) -> dict[str, Sequence[Any]]:
 
 
 def _placed(row: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """Return settings with whole paths: relative ones start from where they are written."""
+    """Return settings with absolute paths."""
     is_path = {key: tuple(key.split(".")) in PATHS for key in row}
     is_path |= {key: str(row[key]).startswith(("./", "../")) for key in row if key.startswith("train.options.")}
     return {
@@ -135,11 +134,11 @@ def _yaml(text: str, where: str) -> Any:
     return document.entries[("points",)].value
 
 
-# What it means
+# Name and check points
 
 
 def points_in(config: Config) -> tuple[Point, ...]:
-    """Return the points of a sweep; raise ConfigError for those that cannot be, or that are the same training."""
+    """Return the points of a sweep; raise ConfigError for invalid points and for equal trainings."""
     rows = config.train.sweep.points
     if not rows:
         return ()
@@ -150,7 +149,7 @@ def points_in(config: Config) -> tuple[Point, ...]:
     names = [named(row, short, value_as_written) for row in rows]
     times, points = Counter(names), dict[str, Point]()
     for row, usual in zip(rows, names, strict=True):
-        name = usual if times[usual] == 1 else named(row, short, json.dumps)  # files of one name in two folders
+        name = usual if times[usual] == 1 else named(row, short, json.dumps)  # two files of the same name
         point = Point(name, dict(row), config_at(base, row, name))
         same = points.setdefault(_decided(point.config), point)
         if same is not point:
@@ -160,32 +159,32 @@ def points_in(config: Config) -> tuple[Point, ...]:
 
 
 def bare(config: Config) -> dict[str, Any]:
-    """Return a configuration as JSON data, without its sweep, but for the part of a GPU that a plan gets."""
+    """Return a configuration as JSON data, without its sweep except for the share of a GPU."""
     plain: dict[str, Any] = json.loads(dump_resolved(config))
     plain["train"]["sweep"] = {"per_gpu": config.train.sweep.per_gpu}
     return plain
 
 
 def refuse_script(config: Config) -> None:
-    """Raise where a script is trained, which has no settings to sweep."""
+    """Raise if a script is trained: it has no settings to sweep."""
     if config.train.command is not None or config.train.task is None:
         raise refused("train.command is a script, which is trained as it is: a sweep needs a train.task", SWEEP)
 
 
 def named(row: Mapping[str, Any], short: Mapping[str, str], written: Callable[[Any], str]) -> str:
-    """Return the name of a point: what is set, in words."""
+    """Return the name of a point, such as seed=3 learning_rate=1e-4."""
     return " ".join(f"{short[key]}={written(value)}" for key, value in row.items()) or "as it is"
 
 
 def _decided(config: Config) -> str:
-    """Return what tells a training from others, as text; of one that more epochs only make longer, without these."""
+    """Return the settings that identify a training, as text; without epochs if more of them only extend it."""
     train = config.train
     is_longer = train.schedule.kind == "constant" and not train.curriculum
     return train.model_dump_json(exclude={"epochs"} if is_longer else None)
 
 
 def refuse_unswept(keys: Iterable[str]) -> None:
-    """Raise where a key is no setting, or one that makes no other training."""
+    """Raise for a key that is no setting, or that does not make another training."""
     for key in dict.fromkeys(keys):
         path = tuple(key.split("."))
         section, name = path[0], path[1] if len(path) > 1 else ""
@@ -210,14 +209,14 @@ def config_at(base: Mapping[str, Any], settings: Mapping[str, Any], name: str) -
 
 
 def _problem(detail: ErrorDetails) -> str:
-    """Return what is wrong with a point's settings, in words."""
+    """Describe the mistakes in a point's settings."""
     names = tuple(part for part in detail["loc"] if isinstance(part, str))
     key = (*names, detail["ctx"]["key"]) if detail["type"] == CONFLICT else names
     return f"{'.'.join(key)}: {explain(key, detail)}"
 
 
 def short_names(keys: Iterable[str]) -> dict[str, str]:
-    """Return the end of each key, as long as it has to be to tell it from the others."""
+    """Return the shortest unique end of each key."""
     known = [key.split(".") for key in keys]
     ends = {".".join(parts): [parts[-length:] for length in range(1, len(parts) + 1)] for parts in known}
     counts = Counter(".".join(end) for every in ends.values() for end in every)
@@ -225,7 +224,7 @@ def short_names(keys: Iterable[str]) -> dict[str, str]:
 
 
 def value_as_written(value: Any) -> str:
-    """Return a value as people write it: 1e-4, and not 0.0001."""
+    """Format a value as people write it: 1e-4 for 0.0001."""
     if isinstance(value, float):
         power = re.sub(r"e([+-])0*", lambda sign: "e" + sign[1].replace("+", ""), f"{value:.15e}")
         mantissa, _, exponent = power.partition("e")
@@ -239,7 +238,7 @@ def value_as_written(value: Any) -> str:
 
 
 def named_points(name: str, names: Sequence[str]) -> list[int]:
-    """Return the numbers of the point of that name, or of those that have all of its settings; * stands for any end."""
+    """Return the numbers of the point of that name, or of all points with its settings; * matches any end."""
     words = name.replace(",", " ").split()
     found = [
         number
@@ -253,7 +252,7 @@ def named_points(name: str, names: Sequence[str]) -> list[int]:
 
 
 def named_point(name: str, names: Sequence[str]) -> int:
-    """Return the number of the point of that name, or of the only one that has all of its settings."""
+    """Return the number of the point of that name, or of the only point with its settings."""
     found = named_points(name, names)
     if len(found) > 1:
         raise _unnamed(f"{len(found)} points have {name!r}", [names[number] for number in found])
@@ -266,5 +265,5 @@ def _unnamed(what: str, names: Sequence[str]) -> ConfigError:
 
 
 def refused(what: str, where: str, remedy: Command | str = EXAMPLE) -> ConfigError:
-    """Return the error about points that cannot be."""
+    """Return the error about invalid points."""
     return ConfigError(what, where=where, remedy=remedy)

@@ -1,7 +1,7 @@
-"""Before a training: what decides its outcome, and its plan, which is made once and remembered.
+"""Prepares a training: its recipe (everything that decides its outcome) and its plan, made once and remembered.
 
-A training may go on with other code than it began with. A model's folder records the digests of the code that was
-accepted for it (`accepted_code.json`), each with its time.
+A training may continue with changed code if a user accepts it: the model's folder records the digests of accepted code
+with their times (`accepted_code.json`).
 """
 
 from __future__ import annotations
@@ -56,30 +56,30 @@ if TYPE_CHECKING:
     from pipeline.training.prepared import PhasePlan
 
 NAME_DIGITS = 8
-PLAN = "plan"  # the name of what is remembered
+PLAN = "plan"  # of remembered plans
 FLAG = "--accept-code"
-FEW_ITEMS = 3  # that a task is tried with
-# What decides the numbers that come out; what only decides speed, memory or how it is told, is not there.
+FEW_ITEMS = 3  # items that a task is tried with
+# Settings that decide the results; those that only decide speed, memory or reports are missing.
 DECISIVE = (
     "task", "options", "split", "effective_batch", "batching", "seed", "optimizer", "learning_rate", "weight_decay",
     "clip", "ema", "frozen", "curriculum", "oversize", "pretrained_partial",
 )  # fmt: skip
 
-UNPLANNED = {  # or told by what follows from it
+UNPLANNED = {  # or represented in a plan by what follows from them
     "preset", "validation", "checkpoints", "log_every", "trackers", "models", "evaluate", "predict", "embeddings",
     "sweep",
 }  # fmt: skip
 
 
 def prepare(project: Project) -> Prepared | None:
-    """Plan the training that a configuration asks for, once; None while its graphs or files are not there."""
+    """Plan the configured training, or return its known plan; None while its graphs or files are missing."""
     if (table := _table_to_train_on(project)) is None:
         return None
     return with_accepted_code(_prepared(project, table), project.config.train.models)
 
 
 def known_plan(project: Project) -> Prepared | None:
-    """Return that plan where it was made before."""
+    """Return the plan if it was made before."""
     if (table := _table_to_train_on(project)) is None:
         return None
     known = _prepared.known(project, table)
@@ -94,17 +94,17 @@ def _prepared(project: Project, table: str) -> Prepared:
 
 
 def has_input(project: Project) -> bool:
-    """Tell whether what is trained on is there."""
+    """Tell whether the input of a training is there."""
     return _table_to_train_on(project) is not None
 
 
 def plan_asked(project: Project) -> Mapping[str, Any]:
-    """Return everything that a plan follows from, once its input is there."""
+    """Return everything that a plan follows from; None without input."""
     return _asked(project, _table_to_train_on(project) or "")
 
 
 def _table_to_train_on(project: Project) -> str | None:
-    """Return the key of the table of items; None while graphs, or files that the task reads, are not there."""
+    """Return the key of the table of items; None while graphs, or files that the task reads, are missing."""
     table = made_table(project)
     return table if table is not None and all(path.exists() for path in code_of(project).reads) else None
 
@@ -115,7 +115,7 @@ def _asked(project: Project, table: str) -> Mapping[str, Any]:
 
 
 def plan_facts(project: Project, table: str) -> dict[str, Any]:
-    """Return what a plan's memory and time follow from."""
+    """Return the facts that a plan's memory and time follow from."""
     config = project.config
     asked: dict[str, Any] = {
         "train": config.train.model_dump(mode="json", exclude=UNPLANNED),
@@ -123,7 +123,7 @@ def plan_facts(project: Project, table: str) -> dict[str, Any]:
         "cards": [card.model_dump(mode="json") for card in config.cluster.slurm.cards],
         "executor": config.cluster.executor,
         "slots": config.cluster.slots.model_dump(mode="json") if config.cluster.executor != "slurm" else None,
-        "task": code_of(project).trains,
+        "task": code_of(project).weights_digest,
         "table": table,
         "code": package_digest(),
         "torch": torch_version(),
@@ -141,7 +141,7 @@ def plan_facts(project: Project, table: str) -> dict[str, Any]:
 
 def _planned(project: Project, table: str) -> Prepared:
     """Plan a training."""
-    project.config.cluster.runs.mkdir(parents=True, exist_ok=True)  # where the plan is remembered
+    project.config.cluster.runs.mkdir(parents=True, exist_ok=True)
     from pipeline.planning.offers import Question
     from pipeline.planning.training_outlook import plan_training
 
@@ -194,7 +194,7 @@ def _planned(project: Project, table: str) -> Prepared:
 
 
 def with_accepted_code(prepared: Prepared, models: Path) -> Prepared:
-    """Return the plan of the training for which this code was accepted, if there is one, else the plan as it is."""
+    """Return the plan of the training for which this code was accepted, if any, else the plan unchanged."""
     code = prepared.recipe["code"]
     for folder, recipe in _alike(prepared, models):
         if code in {entry["code"] for entry in read_json(folder.accepted_code) or ()}:
@@ -218,7 +218,7 @@ def accept_code(prepared: Prepared, models: Path) -> str:
 
 
 def _alike(prepared: Prepared, models: Path) -> Iterator[tuple[ModelFolder, dict[str, Any]]]:
-    """Yield the trainings whose recipes differ from this one's in the code at most."""
+    """Yield the trainings whose recipes differ from this one's at most in the code."""
     mine = _without_code(json.loads(json.dumps(prepared.recipe)))
     for path in sorted(models.glob(f"{prepared.name.rpartition('-')[0]}-*/prepared.json")):
         with suppress(OSError, ValueError, KeyError):  # it is being written, or of another version
@@ -232,31 +232,31 @@ def _without_code(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown_plan(question: Question) -> TrainOutlook:
-    """Return the plan of training as it was made before, or as it is made now and kept."""
+    """Return the cached plan of a training, or make and keep it."""
     from pipeline.memory.outlook import TrainOutlook
 
     table: str | None = f"typed: {dict(question.sizes or {})}"
-    if not question.sizes:  # what follows from a scan alone is only shown
+    if not question.sizes:  # a plan from sizes of a scan alone is not kept
         with naming_sizes(question.config):
             table = made_table(question.project)
     asked = _asked_of_shown(question, table) if table else {}
     folder = plans_folder(question.config)
     if asked and (known := recall(folder, "shown plan", asked, TrainOutlook)) is not None:
-        question.tell("using the cached plan: its inputs have not changed")
+        question.say("using the cached plan: its inputs have not changed")
         return known
     from pipeline.planning.training_outlook import plan_training
 
     outlook = plan_training(question)
-    if asked and not outlook.waits_s:  # how long a queue is changes from minute to minute
+    if asked and not outlook.waits_s:  # queue times change from minute to minute
         remember(folder, "shown plan", asked, outlook)
     return outlook
 
 
 def _asked_of_shown(question: Question, table: str) -> dict[str, Any]:
-    """Return what a shown plan follows from: its own facts, where it may run, what was measured so far."""
+    """Return everything that a shown plan follows from: its facts, its offers, and the measurements so far."""
     config, resources = question.config, question.config.cluster.train
     history = sorted((config.cluster.runs / ".profiles").rglob("*.jsonl"))
-    limits = ""  # of this machine's own memory, what is free changes from minute to minute
+    limits = ""  # the free memory of this machine changes from minute to minute
     if config.cluster.executor == "slurm" and not (question.gpus or resources.gpus):
         limits = repr(question.executor.limits_of(Request.of(resources)))
     return {
@@ -287,9 +287,9 @@ def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
         "options": pathless(train.options),
         "precision": precision,
         "schedule": train.schedule.model_dump(mode="json"),
-        "epochs": None if constant and not train.curriculum else train.epochs,  # more of them is a longer training
+        "epochs": None if constant and not train.curriculum else train.epochs,  # more epochs only extend the training
         "pretrained": pretrained_digest(project),
-        "code": code_of(project).trains,
+        "code": code_of(project).weights_digest,
         "embeddings": embeddings_used(project),
         "table": table,
         **({"files": files} if (files := files_digests(project)) else {}),
@@ -299,7 +299,7 @@ def recipe_of(project: Project, table: str, precision: str) -> dict[str, Any]:
 
 @once
 def _sampling_of(project: Project) -> dict[str, Any]:
-    """Return the settings by which an epoch draws items, with the digest of their table; nothing where it draws all."""
+    """Return the settings by which an epoch draws items, with the digest of their table; empty if it draws all."""
     sampling = project.config.train.sampling
     if not sampling.is_used:
         return {}
@@ -308,7 +308,7 @@ def _sampling_of(project: Project) -> dict[str, Any]:
 
 
 def pathless(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with paths as their last name: what lies there counts, and not where."""
+    """Return options with paths reduced to file names: the content counts, not the place."""
     plain = json.loads(json.dumps(dict(options)))
     return {
         name: Path(value).name if isinstance(value, str) and value.startswith("/") else value
@@ -318,19 +318,19 @@ def pathless(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @once
 def files_digests(project: Project) -> list[str]:
-    """Return the digests of the content of the files that the task reads, whatever their paths."""
+    """Return the digests of the content of the files that the task reads."""
     return [digest_of_files(path) for path in code_of(project).reads]
 
 
 @once
 def pretrained_digest(project: Project) -> str | None:
-    """Return the digest of the pretrained weights' content, whatever their path; None where none are configured."""
+    """Return the digest of the pretrained weights' content; None if none are configured."""
     path = project.config.train.pretrained
     return None if path is None else digest_of_files(path)
 
 
 def digest_of_files(path: Path) -> str:
-    """Return the digest of a file, or of the names and content of a folder's files; refuse what cannot be read."""
+    """Return the digest of a file, or of the names and content of a folder's files; raise for unreadable ones."""
     try:
         return _digest_of_files(path)
     except OSError as error:
@@ -341,7 +341,7 @@ def _digest_of_files(path: Path) -> str:
     from pipeline.training.checkpoints.sealed_folder import MANIFEST
 
     digest = xxhash.xxh3_128()
-    manifest = path / MANIFEST  # of a checkpoint of ours: it has the digests of the other files
+    manifest = path / MANIFEST  # the manifest of our checkpoints has the digests of the other files
     files = [manifest] if manifest.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     for part in files if path.is_dir() else [path]:
         if path.is_dir():
@@ -360,36 +360,36 @@ def training_name(task: str, recipe: Mapping[str, Any]) -> str:
 
 @once
 def code_of(project: Project) -> TaskCode:
-    """Return the user's own code: when what it does to weights changes, it is another training."""
+    """Return the facts about the user's task."""
     return task_code(project.config, project.beside)
 
 
 def embeddings_used(project: Project) -> Mapping[str, Any]:
-    """Return the recipe of the embeddings that a batch carries; nothing for a reader's items.
+    """Return the recipe of the embeddings that a batch carries; empty for a reader's items.
 
-    The rows of residues are the same whether that of the mark is kept beside them.
+    It leaves out `cls`, because the rows of residues do not depend on it.
     """
     if is_reader(project.config):
         return {}
-    recipes = [replace(view.encoding.recipe, cls=False) for view in project.encoders_read]  # computed once
+    recipes = [replace(view.encoding.recipe, cls=False) for view in project.encoders_read]
     plain = [recipe.plain(recipe.wanted(0)) for recipe in recipes]
     return plain[0] if len(plain) == 1 else {"joined": plain}
 
 
 def folder_of(project: Project, prepared: Prepared) -> ModelFolder:
-    """Return where the files of a training are."""
+    """Return the folder of a training."""
     return ModelFolder(project.config.train.models / prepared.name)
 
 
 def items_of(project: Project, table: str, split: str | None) -> ItemTable:
-    """Return the items of a split; all of them where a data set has no splits, and none was named."""
+    """Return the items of a split; all items if the data set has no splits and none was named."""
     whole = ItemTable.read(project.cache.kind("sets"), bytes.fromhex(table))
     is_whole = split is None or (split == TrainSection.model_fields["split"].default and not any(whole.splits))
     return whole if is_whole else whole.of_split(split or "", "train.split")
 
 
 def with_task(config: Config) -> bool:
-    """Tell whether the configuration trains anything."""
+    """Tell whether the configuration trains a task."""
     return config.train.task is not None or config.train.command is not None
 
 
@@ -435,7 +435,7 @@ def phase_items(table: ItemTable, sizes: Mapping[str, Any], phase: PhasePlan) ->
 
 
 def validation_items(project: Project, prepared: Prepared) -> Items | None:
-    """Return the items on which the model is validated during training, the same each time; None: none are."""
+    """Return the items of validations during training, the same each time, or None."""
     settings = project.config.train.validation
     if settings.split is None:
         return None
@@ -447,12 +447,12 @@ def validation_items(project: Project, prepared: Prepared) -> Items | None:
 
 
 def taken_of(limit: int | float | None, items: int) -> int | None:
-    """Return how many of some items a limit lets through; a part of them is rounded up."""
+    """Return the number of items within a limit; a fraction is rounded up."""
     return math.ceil(limit * items) if isinstance(limit, float) else limit
 
 
 def evaluated_items(project: Project, prepared: Prepared, table: ItemTable, limit: int | None = None) -> Items:
-    """Return items, `limit` of them at most, and what they cost under the plan of the last phase."""
+    """Return at most `limit` items and their costs under the plan of the last phase."""
     if limit is not None and limit < len(table):
         chosen = np.random.default_rng(project.config.train.seed).choice(len(table), limit, replace=False)
         table = table.take(np.sort(chosen))
@@ -460,7 +460,7 @@ def evaluated_items(project: Project, prepared: Prepared, table: ItemTable, limi
 
 
 def _costed(table: ItemTable, sizes: Mapping[str, Any], phase: PhasePlan) -> Items:
-    """Return items and what they cost in a phase; sizes are not kept, they would be most of what an item takes."""
+    """Return items and their costs in a phase; their sizes are dropped to save memory."""
     from pipeline.training.loop.train import Items
 
     return Items(replace(table, sizes={}), phase.cost(sizes), likeness(sizes))

@@ -1,7 +1,7 @@
-"""Probing: a job of minutes on each card runs the worst bucket of a plan through the real step, before any queueing.
+"""Probes: a short job on each kind of GPU runs the worst bucket of a plan through the real training step.
 
 A probe is a job of one task, which runs `python -m pipeline.planning.probe FOLDER`. It records its measurement itself,
-so that later plans have it even if nothing waits for it; how a job without one ended is judged like any other attempt.
+so that later plans use it even if no process waits for it. A job without a measurement is judged like any attempt.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
     from pipeline.memory.planning.memory_plan import CardSpec, MemoryPlan
 
 MODULE = "pipeline.planning.probe"
-STEPS = 4  # the first makes the optimizer's state, the second is the first that has it, two more for the time
-ENOUGH_S = 120.0  # after which no further step begins, once there were two
+STEPS = 4  # the first makes the optimizer's state, the second runs with it, two more measure the time
+ENOUGH_S = 120.0  # no third step begins after this
 UNSAVED = "the measurement could not be saved for later plans"
 FOLDER = ".probes"
-TIME_S = 900  # a probe takes less: what imports and builds takes long on a slow disk
+TIME_S = 900  # generous: imports take long on a slow disk
 LOOK_S = 60.0
 LOG_LINES = 25
 SEEN_AGAIN_S = 0.2
@@ -68,7 +68,7 @@ AGAIN = Command.of("plan train --probe")
 
 @dataclass(frozen=True, slots=True)
 class Errand:
-    """What a probe is to run, and what is predicted of it."""
+    """What a probe runs, and the prediction for it."""
 
     peak: Peak  # as predicted; nothing is measured yet
     device: str
@@ -111,13 +111,13 @@ def probe(
     oracle: Oracle,
     cards: Sequence[CardSpec],
     executor: Executor,
-    tell: Callable[[str], None],
+    say: Callable[[str], None],
     *,
     beside: Path | None = None,
 ) -> tuple[Probed, ...]:
-    """Run the worst bucket of a plan on each card and return what it took; `beside` is a folder of the task's modules.
+    """Run the worst bucket of a plan on each card; return the measurements. `beside` is the task's folder.
 
-    What is measured is remembered, and `measured_ratios` then has it for the next plan.
+    Measurements are remembered: `measured_ratios` returns them for the next plan.
     """
     refuse_unprobed(work, plan)
     found: dict[str, Probed] = {}
@@ -134,14 +134,14 @@ def probe(
         except SubmissionRefused as error:
             refused = SubmissionRefused(error.what, where=f"probe of {card.name}", remedy=error.next)
             found[card.name] = _unmeasured(errand, ProbeOutcome.REFUSED, refused)
-            tell(f"probe of {card.name}: not submitted: {error.what}")
+            say(f"probe of {card.name}: not submitted: {error.what}")
         else:
-            tell(f"probe of {card.name}: job {job_id}")
-    _wait(executor, {job_id: errand.peak.card for job_id, (_, _, errand) in jobs.items()}, tell)
+            say(f"probe of {card.name}: job {job_id}")
+    _wait(executor, {job_id: errand.peak.card for job_id, (_, _, errand) in jobs.items()}, say)
     for status in executor.status(jobs):
         folder, job, errand = jobs[status.job]
         result = found[errand.peak.card] = _outcome_of(folder, errand, status, config.cache.visibility_s)
-        tell(f"probe of {result.card}: {result.outcome.value}{f': {result.why}' if result.why else ''}")
+        say(f"probe of {result.card}: {result.outcome.value}{f': {result.why}' if result.why else ''}")
     return tuple(found[card.name] for card in cards)
 
 
@@ -181,10 +181,10 @@ def errand_of(
     executor: Executor,
     beside: Path | None = None,
 ) -> tuple[Errand, Request]:
-    """Return what a probe of a card is to run, with what is predicted of it, and what its job asks for."""
+    """Return the errand of a card's probe, and the request of its job."""
     worst = plan.worst
     standing, micro = oracle.standing(plan.choice), oracle.micro(plan.choice, worst.sizes)
-    micros = 2 if plan.cuts.steps_most > 1 else 1  # every further one is like the second
+    micros = 2 if plan.cuts.steps_most > 1 else 1  # later steps are like the second
     predicted_bytes = int(worst.live.value)
     if card.caching:
         predicted_bytes = reserve(standing, [[micro] * micros] * STEPS, [plan.allocator.settings]).bytes
@@ -219,7 +219,7 @@ def errand_of(
 
 
 def _request(config: Config, work: Work, card: CardSpec, executor: Executor, host_bytes: int) -> Request:
-    """Return what a probe's job asks for: memory as configured, else all that the plan may use, within limits."""
+    """Return the request of a probe's job: the configured memory, else all that the plan may use, within limits."""
     resources, site, on_card = config.cluster.train, site_card(config, card), work.device != CPU
     needed = train_need(TrainingJob(gpu=on_card, model_bytes=host_bytes if on_card else 0), STATED).total_bytes
     mem_bytes = asked_bytes(resources, needed if on_card else card.memory_bytes + needed)
@@ -258,25 +258,25 @@ def draft_probe(config: Config, errand: Errand, request: Request) -> tuple[Probe
     )
 
 
-def _wait(executor: Executor, cards: dict[JobId, str], tell: Callable[[str], None]) -> None:
-    """Wait until the probes' jobs, each of a card, have ended."""
+def _wait(executor: Executor, cards: dict[JobId, str], say: Callable[[str], None]) -> None:
+    """Wait until the probes' jobs have ended; report their states."""
     waiting = list(cards)
     try:
         while waiting:
             for change in executor.step(LOOK_S):
                 if change.job in waiting and not change.state.ended:
-                    tell(f"probe of {cards[change.job]}: {change.state.value.lower()}")
+                    say(f"probe of {cards[change.job]}: {change.state.value.lower()}")
             open_tasks = (task for task in executor.status(waiting) if not task.state.ended)
             waiting = [task.job for task in open_tasks if task.state is not TaskState.UNKNOWN]
     except KeyboardInterrupt:
         if executor.outlives and waiting:
             names = " ".join(waiting)
-            tell(f"the probes continue, and the next plan uses their results; to cancel them: scancel {names}")
+            say(f"the probes continue, and the next plan uses their results; to cancel them: scancel {names}")
         raise
 
 
 def _outcome_of(folder: ProbeFolder, errand: Errand, status: TaskStatus, visibility_s: float) -> Probed:
-    """Return what a probe measured: by its result file, which may appear late, else by how its job ended."""
+    """Return the result of a probe from its file, which may appear late, else from the end of its job."""
     log, card, why = status.stderr, errand.peak.card, ""
     result = wait_for(
         lambda: read_if_whole(folder.result, ProbeResult), visibility_s if status.state.ok else 0.0, SEEN_AGAIN_S
@@ -322,7 +322,7 @@ def _unmeasured(errand: Errand, outcome: ProbeOutcome, error: PipelineError) -> 
 
 def main(argv: Sequence[str]) -> int:
     """Run a probe; return 0 also where it ran out of memory, which is a result."""
-    atexit.register(gc.freeze)  # at its end torch is not looked through once more, for half a second
+    atexit.register(gc.freeze)  # saves half a second of garbage collection over torch at exit
     try:
         run_probe(ProbeFolder(Path(argv[0])))
     except BaseException:  # noqa: BLE001 - whatever a task raises is what the plan has to say
@@ -365,7 +365,7 @@ def step_seconds(work: Work, errand: Errand, device: str, gauge: StepGauge) -> l
 
 
 def record_death(folder: ProbeFolder, peak_bytes: int) -> ProbeResult | None:
-    """Record a step that was killed for its memory; None if it had not begun, which says nothing of the step."""
+    """Record that a step was killed for its memory; return None if it had not begun."""
     start = read_if_whole(folder.start, BeforeModel)
     if start is None:
         return None
@@ -391,7 +391,7 @@ def peaks_of(config: Config) -> PeakHistory:
 
 
 def torch_of(config: Config) -> str:
-    """Return what tells the torch of workers from others: its version, or the image that holds it."""
+    """Return the identity of the workers' torch: its version, or the image that holds it."""
     return image_of(config) or torch_version()
 
 

@@ -1,7 +1,7 @@
-"""How a process becomes a rank: it meets the others, takes its device, and reads from its node's own disk.
+"""Sets up a rank: it joins the others, takes its device, and reads from its node's own disk.
 
-The first rank of each node copies what the items need to that disk, then all of the node read there. Nothing depends on
-it: what does not fit, comes too late or is damaged is read from the cache, as without it.
+The first rank of each node copies the records of the items to that disk; then all ranks of the node read there. This is
+only for speed: records that do not fit, come late or are damaged are read from the cache.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from pipeline.training.prepared import Prepared
     from pipeline.training.ranks import Ranks
 
-WITHIN_S = 1800.0  # after which the rest is left to the cache
-TELL_EVERY_S = 1.0
+WITHIN_S = 1800.0  # copying stops after this
+REPORT_EVERY_S = 1.0
 AT_ONCE = 256  # graphs whose sequences are looked up together
 KEY = np.dtype(f"V{KEY_BYTES}")
 
@@ -66,7 +66,7 @@ def join_ranks(project: Project, folder: RunFolder, prepared: Prepared, context:
 
 
 def _look_at_node(project: Project, folder: RunFolder, prepared: Prepared, context: TaskContext, device: str) -> None:
-    """Check the node, the first rank on it also what all use; say what is wrong, or raise to leave it."""
+    """Check the node (shared resources only on its first rank); warn of a problem, or raise to leave the node."""
     from pipeline.training.ranks.node_health import cautions, defects, may_get_another_node
 
     folder.meetings.mkdir(exist_ok=True)
@@ -81,7 +81,7 @@ def _look_at_node(project: Project, folder: RunFolder, prepared: Prepared, conte
 
 
 def take_device(project: Project, local_rank: int, prepared: Prepared) -> str:
-    """Return the device of a rank, made the current one; the allocator's settings must stand before torch uses it."""
+    """Return the device of a rank and make it current. The allocator must be configured before torch uses it."""
     if not project.config.cluster.train.gpus:
         keep_freed_memory(prepared.heap_bytes)
         return CPU
@@ -94,7 +94,7 @@ def take_device(project: Project, local_rank: int, prepared: Prepared) -> str:
 
 
 def set_allocator(planned: str) -> None:
-    """Give torch a plan's allocator settings, before it uses a card; those of the environment win, and that is said."""
+    """Give torch a plan's allocator settings before it uses a card; warn if the environment overrides them."""
     if note := overruled_note(planned, os.environ):
         log_line(note)
     os.environ.update(allocator_settings(planned, os.environ))
@@ -123,20 +123,20 @@ def staged(
     context: TaskContext,
     say: Callable[[str], None],
 ) -> Project:
-    """Copy what these items need to the node's own disk, and return the project as this node is to read it."""
-    if project.config.cache.stage is None or is_reader(project.config):  # whose files are not in the cache
+    """Copy the records of these items to the node's own disk; return the project that reads them there."""
+    if project.config.cache.stage is None or is_reader(project.config):  # a reader's files are not in the cache
         return project
     place = context.place
     with ranks.patient("staging"):
         folder = _Stager(project, tables(), ranks, context, say).stage() if place.local_rank == 0 else ""
-        replies = ranks.exchange({"host": place.host, "folder": folder})  # which waits for all nodes
+        replies = ranks.exchange({"host": place.host, "folder": folder})  # waits for all nodes
     folder = next((reply["folder"] for reply in replies if reply["host"] == place.host and reply["folder"]), "")
     return replace(project, cache=project.cache.behind(CacheFolder(Path(folder)))) if folder else project
 
 
 @dataclass
 class _Stager:
-    """Copies to the node's own disk what its ranks read; the first rank of each node runs it."""
+    """Copies the records that ranks read to the node's own disk; runs on the first rank of each node."""
 
     project: Project
     tables: Sequence[ItemTable]
@@ -147,7 +147,7 @@ class _Stager:
     reported: float = 0.0
 
     def stage(self) -> str:
-        """Copy what there is time and room for, and log it; return the scratch folder, or '' if nothing is in it."""
+        """Copy as much as time and room allow, and log it; return the scratch folder, or '' if it is empty."""
         self.begun, scratch = time.monotonic(), None
         try:
             scratch = open_scratch(self._place(), self._name(), self.project.cache.disk)
@@ -219,16 +219,16 @@ class _Stager:
         return unique
 
     def _goes_on(self) -> bool:
-        """Tell whether there is time to copy more, and let the waiting ranks know that this one is at work."""
+        """Tell whether there is time to copy more; signal the waiting ranks that this one is alive."""
         now = time.monotonic()
-        if now - self.reported > TELL_EVERY_S:
+        if now - self.reported > REPORT_EVERY_S:
             self.reported = now
             self.ranks.progress("staging")
         return now - self.begun < WITHIN_S and not self.context.ending()
 
 
 def _texts(embeddings: Embeddings, graph: Record) -> Iterable[Text]:
-    """Yield the encoded sequences of a graph's partners; a record of a graph that cannot be built has none."""
+    """Yield the encoded sequences of a graph's partners; none of a rejected item."""
     with suppress(KeyError):
         for partner in graph.meta["partners"]:
             yield from embeddings.texts(proteins(partner["chains"]))

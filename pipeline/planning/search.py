@@ -1,9 +1,9 @@
-"""A search that learns (`train.sweep.search`): the settings of its next trial, by those before it and their values.
+"""Hyperparameter search (`train.sweep.search`): chooses the settings of the next trial from the earlier results.
 
-They follow from `train.seed`, the space and the earlier trials alone. Trial n learns from the trials up to
-n - at_once, and waits for them; later ones count as running, even where they have ended. So neither kills nor the
-order in which trainings end change what is asked, and a search that is submitted again finds the models of its trials.
-Pruning is an exception: what it ends follows from how far others are.
+The choice depends only on `train.seed`, the space and the earlier trials. Trial n waits for the trials up to
+n - at_once and learns from them; later ones count as running, even if they have ended. So neither kills nor the order
+in which trainings end change the trials, and a search that is submitted again finds its models. Pruning is the
+exception: it depends on the progress of the other trainings.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from pipeline.config.schema_train import SweepSection
 
 SPACE = "train.sweep.space"
-STARTUP = 5  # trials at random before any is chosen by the results of others
-DRAWS = 100  # until one is new
-HOPELESS = 5  # trials that fail, and none that does not: no more are asked
-DIGITS = 4  # of a number that is chosen: more mean nothing, and make long names
+STARTUP = 5  # random trials before the first that learns from results
+DRAWS = 100  # draws until one is new
+HOPELESS = 5  # stop the search if its first trials all fail
+DIGITS = 4  # digits of a chosen number; more would make long names
 
 
 def load_optuna() -> ModuleType:
@@ -56,7 +56,7 @@ def load_optuna() -> ModuleType:
 
 
 def refuse_unsearchable(config: Config) -> None:
-    """Raise where a search cannot be: without optuna, or with a space that leaves the valid settings."""
+    """Raise for an impossible search: without optuna, or with a space that includes invalid settings."""
     load_optuna()
     refuse_script(config)
     space = config.train.sweep.space
@@ -71,7 +71,7 @@ def refuse_unsearchable(config: Config) -> None:
 
 
 def is_due(sweep: SweepSection, asked: Sequence[Trial]) -> bool:
-    """Tell whether the next trial can be asked for: it is wanted, and those that it learns from have ended."""
+    """Tell whether the next trial is due: trials are left, and those that it learns from have ended."""
     known = _known(sweep, asked)
     is_hopeless = len(known) >= HOPELESS and all(trial.state is State.FAILED for trial in known)
     return len(asked) < sweep.trials and not is_hopeless and all(trial.state is not State.RUNNING for trial in known)
@@ -83,7 +83,7 @@ def _known(sweep: SweepSection, asked: Sequence[Trial]) -> Sequence[Trial]:
 
 
 def next_settings(config: Config, asked: Sequence[Trial]) -> dict[str, Any] | None:
-    """Return the settings of the next trial; None where nothing new is left in the space."""
+    """Return the settings of the next trial; None if the space is exhausted."""
     train, optuna = config.train, load_optuna()
     space = {key: _distribution(optuna, values) for key, values in train.sweep.space.items()}
     known = len(_known(train.sweep, asked))
@@ -95,7 +95,7 @@ def next_settings(config: Config, asked: Sequence[Trial]) -> dict[str, Any] | No
     for draw in range(DRAWS):
         seed = int(np.random.SeedSequence([train.seed, len(asked), draw]).generate_state(1)[0])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what optuna calls experimental
+            warnings.simplefilter("ignore")  # optuna warns that it is experimental
             sampler = optuna.samplers.RandomSampler(seed)
             if draw == 0:
                 sampler = optuna.samplers.TPESampler(
@@ -112,7 +112,7 @@ def next_settings(config: Config, asked: Sequence[Trial]) -> dict[str, Any] | No
 
 
 def _distribution(optuna: ModuleType, values: Any) -> Any:
-    """Return what optuna draws from: a range, or the places of choices in their list."""
+    """Return optuna's distribution: a range, or the indices of choices."""
     if isinstance(values, tuple):
         return optuna.distributions.CategoricalDistribution(range(len(values)))
     is_whole = isinstance(values["low"], int) and isinstance(values["high"], int)
@@ -121,21 +121,21 @@ def _distribution(optuna: ModuleType, values: Any) -> Any:
 
 
 def _value(values: Any, drawn: Any) -> Any:
-    """Return the setting's value for what optuna drew, as JSON data."""
+    """Return the value of a setting for the number that optuna drew, as JSON data."""
     if isinstance(values, tuple):
         return plain(values[drawn])
     return min(max(float(f"{drawn:.{DIGITS}g}"), values["low"]), values["high"]) if isinstance(drawn, float) else drawn
 
 
 def _drawn(values: Any, value: Any) -> Any:
-    """Return what optuna drew for a setting's value."""
+    """Return the number that optuna drew for a value."""
     return plain(values).index(value) if isinstance(values, tuple) else value
 
 
 def _trial(
     optuna: ModuleType, config: Config, space: Mapping[str, Any], ended: Trial | None, settings: Mapping[str, Any]
 ) -> Any:
-    """Return a trial as optuna knows it: running, or as it ended. One without a value has failed."""
+    """Return a trial as optuna's: running, or ended; a trial without a value has failed."""
     states, state, about = optuna.trial.TrialState, optuna.trial.TrialState.RUNNING, dict[str, Any]()
     if ended is not None and ended.value is None:
         state = states.FAIL
@@ -153,13 +153,13 @@ def name_of_trial(settings: Mapping[str, Any]) -> str:
 
 
 def point_of_trial(config: Config, settings: Mapping[str, Any]) -> Point:
-    """Return the point of a trial; raise ConfigError where its settings do not go together."""
+    """Return the point of a trial; raise ConfigError if its settings conflict."""
     name = name_of_trial(settings)
     return Point(name, settings, config_at(bare(config), settings, name))
 
 
 def first_trials(config: Config) -> tuple[Mapping[str, Any], ...]:
-    """Return the settings of the trials that begin a search, which wait for no result."""
+    """Return the settings of the first trials, which wait for no result."""
     sweep, asked = config.train.sweep, list[Trial]()
     while len(asked) < sweep.at_once and is_due(sweep, asked):
         if (settings := next_settings(config, asked)) is None:

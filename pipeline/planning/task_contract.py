@@ -1,4 +1,4 @@
-"""What a task must keep to, tried out: on tensors without data, and on a few items where there are any.
+"""Tests whether a task keeps its contract: on tensors without data, and on a few items if there are any.
 
     from pipeline.planning.task_contract import breaches
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from pipeline.training.step.step import Step
 
 GRAPH = ("nodes", "edges", "receptor", "ligand", "pairs", "cross", "residues", "contacts")
-ITEM_SIZE, TRIED = 24, 3  # of the items that are made up: each of these sizes, and how many
-CLOSE = 1e-3  # sums in single precision, added up in another order
+ITEM_SIZE, TRIED = 24, 3  # the size and number of made-up items
+CLOSE = 1e-3  # sums in single precision depend on their order
 IN_BATCH = (
     "the loss compares items within a batch? give the task embed() and contrast() (Contrastive in"
     " pipeline/protocol.py): a step then makes two passes over any micro-batches"
@@ -52,7 +52,7 @@ def breaches(
     item_sizes: Sequence[str] = GRAPH,
     padded: bool = False,
 ) -> Iterator[str]:
-    """Yield a sentence for each rule of its contract that a task breaks; nothing if all is well.
+    """Yield a sentence for each rule that a task breaks.
 
     `sizes` are those of a small batch, as `cost` names them; `items` are what a loader gives to `collate`; `item_sizes`
     are the names of the sizes that `cost` is given; a batch that is `padded` has the size of its largest item.
@@ -69,14 +69,14 @@ def breaches(
             yield from _with_data(task, model, items)
     except PipelineError as error:
         yield error.what
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's code raises is what is to be told
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - any error of the user's code is a finding
         yield user_code_failed("trying the task", error).what
 
 
 def unweighted_terms(
     task: Task, items: Sequence[Any] = (), *, item_sizes: Sequence[str] = GRAPH, padded: bool = False
 ) -> list[str]:
-    """Return the terms of a loss that each step weighs by a pass without gradients: several, without `weights`."""
+    """Return the terms whose weights need an extra pass in each step: of a loss with several, without `weights`."""
     from pipeline.training.step.optimizers import evaluated_terms
 
     if isinstance(task, Weights | Contrastive):
@@ -92,7 +92,7 @@ def unweighted_terms(
 
 
 def _built(task: Task, seed: int) -> nn.Module:
-    """Return the task's model, whose parameters are those of a seed."""
+    """Return the task's model, built with a fixed seed."""
     from pipeline.training.step.step import checked_model
 
     with _seeded(seed):
@@ -101,7 +101,7 @@ def _built(task: Task, seed: int) -> nn.Module:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Draw the same random numbers each time, and leave others' alone."""
+    """Use fixed random numbers within the block, and restore torch's state."""
     import torch
 
     with torch.random.fork_rng([]):
@@ -122,8 +122,8 @@ def _made_up(task: Task, names: Iterable[str], *, padded: bool) -> dict[str, int
 
 
 def _costs(task: Task, names: Iterable[str], items: Sequence[Any]) -> Iterator[str]:
-    """Check that `cost` grows with the items or is one size for all, and that it takes arrays of many at once."""
-    small = {name: np.ones(2, np.int64) for name in names}  # a limit of the task, such as max_peaks, may be low
+    """Check that `cost` grows with the items (or is equal for all), and that it takes arrays."""
+    small = {name: np.ones(2, np.int64) for name in names}  # small, as max_peaks may be low
     large = {name: 2 * ITEM_SIZE * size_N for name, size_N in small.items()}
     before, after = sizes_of(task, small), sizes_of(task, large)
     if before.keys() != after.keys():
@@ -137,9 +137,9 @@ def _costs(task: Task, names: Iterable[str], items: Sequence[Any]) -> Iterator[s
 
 
 def _is_enough(task: Task, cost: Mapping[str, int], items: Sequence[Any]) -> bool:
-    """Tell whether a task may say that every item costs the same, since its batches hold them all in one size.
+    """Tell whether every item may cost the same because batches hold all items in one size.
 
-    Without items only the cost itself can tell: it must be at least the size of the larger item that was tried.
+    Without items, the cost must be at least the size of the larger item that was tried.
     """
     if not items:
         return max(cost.values()) >= 2 * ITEM_SIZE
@@ -158,7 +158,7 @@ def _bytes(batch: Batch) -> int:
 
 
 def _models(task: Task, model: nn.Module, seed: int) -> Iterator[str]:
-    """Check that `model` depends on torch's seed alone: every rank builds its own, and they must be the same."""
+    """Check that `model` depends only on torch's seed: every rank builds its own, and all must be equal."""
     import torch
 
     again = _built(task, seed)
@@ -183,7 +183,7 @@ def _parameters(entry: Any) -> Iterable[Any]:
 
 
 def _try_step(task: Task, sizes: Mapping[str, int]) -> None:
-    """Make a step on tensors without data: what raises here would fail on a GPU hours later."""
+    """Make a step on tensors without data: an error here would otherwise come on a GPU hours later."""
     from pipeline.memory.tracing.tracer import CPU as ON_CPU
     from pipeline.memory.tracing.tracer import CannotTrace, Tracer
     from pipeline.training.step.contrastive import make_step
@@ -198,12 +198,12 @@ def _try_step(task: Task, sizes: Mapping[str, int]) -> None:
     try:
         tracer = Tracer(build, task.model, example, dict(sizes), ON_CPU)
         tracer.micro(MemoryChoice(), dict(sizes))
-    except CannotTrace:  # fake tensors do not do
+    except CannotTrace:  # fake tensors do not work here
         make_step(task, StepSettings()).run([example(sizes)])
 
 
 def _careless(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:
-    """Check what reading ahead rests on: `collate` draws from the items alone, and `loss` leaves a batch as it is."""
+    """Check what reading ahead requires: `collate` draws only from the items, and `loss` does not change a batch."""
     from pipeline.device.accelerator import RngState
     from pipeline.device.batch_transfer import map_tensors
     from pipeline.training.step.optimizers import evaluated_terms
@@ -225,7 +225,7 @@ def _careless(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[st
 
 
 def _with_data(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:
-    """Check what micro-batches rest on: a batch's sums are those of its items, and `weights` agrees with `loss`."""
+    """Check what micro-batches require: a batch's sums are those of its items, and `weights` agrees with `loss`."""
     import torch
 
     from pipeline.training.step.optimizers import evaluated_terms
@@ -258,12 +258,12 @@ def _with_data(task: Task, model: nn.Module, items: Sequence[Any]) -> Iterator[s
 
 
 def _collated(task: Task, items: Sequence[Any], rng: np.random.Generator) -> Batch:
-    """Collate copies of items: each draws its random numbers from the start."""
+    """Collate copies of items with fresh random generators."""
     return task.collate([replace(item) for item in items], rng)
 
 
 def _embedded(task: Contrastive, model: nn.Module, items: Sequence[Any]) -> Iterator[str]:
-    """Check that the rows of a batch are those of its items alone."""
+    """Check that each item has the same row alone as in a batch."""
     import torch
 
     rng = np.random.default_rng(0)

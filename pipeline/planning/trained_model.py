@@ -1,4 +1,4 @@
-"""A model that was trained before, here or on another machine: named, shown, taken elsewhere, used as it is."""
+"""Trained models, from here or another machine: finds them by name, describes and exports them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.training.checkpoints.checkpoint import ChosenCheckpoint
 
-DECIDED = ("task", "options", "batching")  # of section `train`: what a model's inputs and layers follow from
+DECIDED = ("task", "options", "batching")  # settings of `train` that decide a model's inputs and layers
 Plain: TypeAlias = "Mapping[str, Any]"
-NOT_FOR_USE: dict[str, Collection[str]] = {  # section → its settings that are of the training alone
+NOT_FOR_USE: dict[str, Collection[str]] = {  # section → settings that matter only for the training
     "data": ("path", "splits", "structures_dir", "limit", "labels", "on_leak", "max_rejected_fraction"),
     "structures": (),
     "graph": (),
-    "embed": ("weights",),  # a path: another one is said
+    "embed": ("weights",),  # a path is replaced by that in the exported folder
     "train": TrainSection.model_fields.keys() - {*DECIDED, "embeddings"},
 }
 NOTHING_SET = Config.model_validate({"data": {"path": Path()}})
@@ -48,19 +48,19 @@ SHOWN = ("split", "items", "step", "data", "figures")  # of an evaluation
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model's folder, the plan of its training, and which of its checkpoints is meant."""
+    """A model's folder, the plan of its training, and the chosen checkpoint."""
 
     folder: ModelFolder
     prepared: Prepared
     checkpoint: str  # best, last, or a path
-    config: Config | None  # of its training; None where they are missing or of another version
+    config: Config | None  # of its training; None if missing or of another version
 
     def on(self, table: str) -> Prepared:
-        """Return the plan for another data set: that of the training, whose items it does not know."""
+        """Return the plan for another data set: that of the training, without its items."""
         return replace(self.prepared, table=table, skipped=(), crop={})
 
     def refuse_other_settings(self, project: Project) -> None:
-        """Raise where the configuration would give the model other inputs than those it was trained on."""
+        """Raise if the configuration would give the model other inputs than in its training."""
         here = _inputs(project.config)
         there = {f"train.{name}": self.prepared.recipe[name] for name in DECIDED if name in self.prepared.recipe}
         there |= _inputs(self.config) if self.config is not None else {}
@@ -90,7 +90,7 @@ class TrainedModel:
 
 
 def joined(embeddings: Plain) -> list[Plain]:
-    """Return the recipes of embeddings that stand side by side, one of each encoder."""
+    """Join the recipes of embeddings, one for each encoder."""
     parts: list[Plain] = embeddings.get("joined", [embeddings])
     return parts
 
@@ -102,15 +102,15 @@ def model_names(models: Path) -> list[str]:
 
 
 def names_model(wanted: str) -> bool:
-    """Tell whether a setting names a model or a checkpoint, so that nothing is to be trained for it."""
+    """Tell whether a setting names a trained model or a checkpoint."""
     return wanted not in (BEST, LAST)
 
 
 def named_model(models: Path, wanted: str) -> TrainedModel | None:
-    """Return the model that a setting names; None where it means the configured training, or a checkpoint of it.
+    """Return the model that a setting names; None if it means the configured training or a checkpoint of it.
 
-    It may be a name in the folder of models, or the path of a model's folder, of an exported one, or of a checkpoint.
-    A file of weights is no model: it goes with the configured task.
+    A setting is a name in the folder of models, or the path of a model's folder, an exported one or a checkpoint. Files
+    of weights are not models: they are used with the configured task.
     """
     from pipeline.training.checkpoints.checkpoint import weights_file
 
@@ -128,11 +128,11 @@ def named_model(models: Path, wanted: str) -> TrainedModel | None:
 
 
 def place_of(models: Path, wanted: str) -> Path | None:
-    """Return the folder of the model or checkpoint that is named: one in the folder of models before any other."""
+    """Return the folder of the named model or checkpoint; the folder of models comes first."""
     from pipeline.training.checkpoints.sealed_folder import MANIFEST
 
     for path in (models / wanted, Path(wanted).absolute()):
-        with suppress(OSError):  # no file can have such a name, or this user may not look
+        with suppress(OSError):  # an impossible name, or no permission
             if _is_model(path) or (path / MANIFEST).is_file():
                 return path
     return None
@@ -161,13 +161,13 @@ def _read(path: Path, checkpoint: str) -> TrainedModel:
         raise DataError(problem, where=str(path), remedy=remedy) from error
     try:
         config = from_resolved(settings) if settings else None
-    except PipelineError:  # of another version: its settings cannot be compared
+    except PipelineError:  # another version: its settings cannot be compared
         config = None
     return TrainedModel(folder, prepared, str(path) if is_export else checkpoint, config)
 
 
 def _inputs(config: Config) -> dict[str, Any]:
-    """Return the settings that decide what a model is given, by key."""
+    """Return the settings that decide a model's inputs, by key."""
     train = config.train.model_dump(mode="json", include=set(DECIDED))
     decided = {f"train.{name}": value for name, value in train.items()}
     decided["train.options"] = pathless(config.train.options)
@@ -182,14 +182,14 @@ def _inputs(config: Config) -> dict[str, Any]:
 
 
 def _settings(key: str, value: Any, here: Any) -> Iterator[tuple[str, str]]:
-    """Yield what --set is to say so that a setting has a value, whatever it has here."""
+    """Yield the `--set` texts that give a setting this value, whatever it is now."""
     if isinstance(value, dict) and isinstance(here, dict) and here.keys() - value.keys():
-        yield key, "null"  # else the names of here stay among those of the value
+        yield key, "null"  # first unset: mappings are merged
     yield key, value if isinstance(value, str) else json.dumps(value)
 
 
 def model_card(model: TrainedModel) -> dict[str, Any]:
-    """Return the card of a model: its training, its checkpoint, what it takes, and its figures, as JSON data."""
+    """Return the card of a model as JSON data: its training, checkpoint, inputs and metrics."""
     if model.folder.export.is_file():
         from pipeline.training.checkpoints.checkpoint import read_export
 
@@ -213,8 +213,8 @@ def model_card(model: TrainedModel) -> dict[str, Any]:
         "encoder": _encoder(model),
         "recipe": {name: value for name, value in recipe.items() if name not in own},
         "precision": model.prepared.precision,
-        "left_out": manifest.data.get(TRAINING, {}).get("damaged", []),  # items, as their records were damaged
-        "killed": manifest.data.get(TRAINING, {}).get("killed", []),  # the same, as its process died on them
+        "left_out": manifest.data.get(TRAINING, {}).get("damaged", []),  # skipped items: their records were damaged
+        "killed": manifest.data.get(TRAINING, {}).get("killed", []),  # skipped items: a process died on them
         **_evaluations(model.folder.evaluations),
         "pipeline": __version__,
         "prepared": plain(model.prepared),
@@ -222,7 +222,7 @@ def model_card(model: TrainedModel) -> dict[str, Any]:
 
 
 def _encoder(model: TrainedModel) -> dict[str, Any] | None:
-    """Return what tells the encoder and its embeddings apart; None for a model that takes none."""
+    """Return the identity of the encoder and its embeddings; None for a model without embeddings."""
     recipe = model.prepared.recipe.get("embeddings")
     if recipe and "joined" in recipe:
         return {f"encoder {number}": plain for number, plain in enumerate(recipe["joined"], 1)}
@@ -231,7 +231,7 @@ def _encoder(model: TrainedModel) -> dict[str, Any] | None:
 
 
 def chosen_of(model: TrainedModel) -> ChosenCheckpoint:
-    """Return the checkpoint of a model that is meant; raise where it has none."""
+    """Return the chosen checkpoint of a model; raise if it has none."""
     from pipeline.training.checkpoints.checkpoint import choose_checkpoint
 
     chosen = choose_checkpoint(model.folder.checkpoints, model.checkpoint)
@@ -244,7 +244,7 @@ def chosen_of(model: TrainedModel) -> ChosenCheckpoint:
 
 
 def _evaluations(folder: Path) -> dict[str, Any]:
-    """Return the figures of each evaluation, of which split and data and at which step, and the files without any."""
+    """Return the metrics of each evaluation with split, data and step; and the unreadable files."""
     kept = {path.name: kept_figures(path) for path in sorted(folder.glob("*.json"))}
     shown = [asdict(figures) for figures in kept.values() if figures is not None]
     return {
@@ -283,7 +283,7 @@ def export_model(model: TrainedModel, folder: Path, beside: Path | None, form: s
 
 
 def _exportable(model: TrainedModel) -> Config:
-    """Return the settings of a model's training; raise where it cannot be exported."""
+    """Return the settings of a model's training; raise if it cannot be exported."""
     if model.folder.export.is_file():
         copy = f"cp -r {quoted(model.folder.path)} FOLDER"
         raise ConfigError("this is an exported model: copy its folder", where=str(model.folder.path), remedy=copy)
@@ -296,9 +296,9 @@ def _exportable(model: TrainedModel) -> Config:
 
 @contextmanager
 def _written_whole(folder: Path) -> Iterator[Path]:
-    """Yield a folder that takes the place of `folder` in the end; a failure leaves nothing behind.
+    """Yield a temporary folder that becomes `folder` at the end; a failure leaves nothing behind.
 
-    Raise where something is there, or it cannot be written.
+    Raise if `folder` exists or cannot be written.
     """
     folder = folder.resolve()
     aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
@@ -317,9 +317,9 @@ def _written_whole(folder: Path) -> Iterator[Path]:
 
 
 def portable_settings(config: Config, *, there: bool = False) -> dict[str, Any]:
-    """Return the settings that using a model on other data needs: those that are not the defaults, without paths.
+    """Return the settings for using a model on other data: those that differ from the defaults, without paths.
 
-    Weights are named as they lie beside an exported model, or as they lay `there`, where it was trained.
+    Weights get their names in an exported folder or, with `there`, their paths at the training.
     """
     config = _with_encoders_read(config)
     plain, usual = config.model_dump(mode="json"), NOTHING_SET.model_dump(mode="json")
@@ -338,9 +338,9 @@ def portable_settings(config: Config, *, there: bool = False) -> dict[str, Any]:
 
 
 def _with_encoders_read(config: Config) -> Config:
-    """Return the configuration with the encoders alone that a model takes embeddings of; the first is section embed."""
+    """Return the configuration with only the encoders that the model uses; the first becomes section embed."""
     first, *others = config.encoders_read
-    if MAIN in others:  # then it stays what it is
+    if MAIN in others:
         first, others = MAIN, [name for name in config.encoders_read if name != MAIN]
         embeddings: Any = config.train.embeddings
     else:
@@ -352,7 +352,7 @@ def _with_encoders_read(config: Config) -> Config:
 
 
 def _names_of_weights(config: Config, *, there: bool) -> dict[Path, str]:
-    """Return where the weights of each encoder lie, `there` or beside an exported model; no two in the same place."""
+    """Return a unique place for the weights of each encoder: their paths `there`, or names in an exported folder."""
     names: dict[Path, str] = {}
     for encoder in config.encoders:
         path = config.of_encoder(encoder).embed.weights

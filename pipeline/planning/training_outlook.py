@@ -72,31 +72,31 @@ if TYPE_CHECKING:
 
     Integers = NDArray[np.int64]
 
-COMPARED = ("24GiB", "a100-40gb", "a100-80gb-sxm", "h200-141gb-sxm")  # 24, 40, 80 and 141 GB
-TYPICAL = 95  # percentile of each size: the item of the table of configurations
-KEPT_BYTES = 2 << 30  # of a step's batches: beyond that, reading them again for the second pass costs less than memory
+COMPARED = ("24GiB", "a100-40gb", "a100-80gb-sxm", "h200-141gb-sxm")  # GPUs of 24, 40, 80 and 141 GB
+TYPICAL = 95  # percentile of each size that the table of configurations uses
+KEPT_BYTES = 2 << 30  # of kept batches; above this, reading them again is cheaper than memory
 
 
 def plan_training(question: Question, *, probing: bool = False) -> TrainOutlook:
-    """Plan training; a probe runs the worst bucket on every card first."""
+    """Plan training; with a probe, run the worst bucket on every card first."""
     begun_s = time.monotonic()
     work = Work.of(question.config, beside=question.beside, on_gpu=bool(question.gpus))
     with blamed(work.task):
         outlook = _outlook(question, work, probing=probing)
-    question.tell(f"planned in {format_seconds(time.monotonic() - begun_s)}")
+    question.say(f"planned in {format_seconds(time.monotonic() - begun_s)}")
     return outlook
 
 
 def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
     case = _case(question, work)
-    question.tell(PLANNING)
+    question.say(PLANNING)
     config, offer, oracle = question.config, case.offers[0], case.oracle
     plans = case.plans()
     probed: tuple[Probed, ...] = ()
     if probing:
         worst = max(plans.values(), key=lambda plan: plan.live.value)
         probed = probe(
-            config, work, worst, oracle, offer.cards, question.executor, question.tell, beside=question.beside
+            config, work, worst, oracle, offer.cards, question.executor, question.say, beside=question.beside
         )
         plans = case.plans()
     ahead = {name: _ahead_bytes(config, *case.made_by(name), stage_plan) for name, stage_plan in plans.items()}
@@ -117,7 +117,7 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
         parameters=standing.parameters,
         trained=standing.trained,
         standing=standing.parts,
-        evaluation_bytes=_evaluation_bytes(oracle, plan, question.tell) if question.by_plan else None,
+        evaluation_bytes=_evaluation_bytes(oracle, plan, question.say) if question.by_plan else None,
         configurations=case.configurations(plan) if question.detailed else (),
         item=case.typical,
         alternatives=case.side_by_side(),
@@ -135,17 +135,17 @@ def _outlook(question: Question, work: Work, *, probing: bool) -> TrainOutlook:
     )
 
 
-def _evaluation_bytes(oracle: BestOracle, plan: MemoryPlan, tell: Callable[[str], object]) -> int | None:
+def _evaluation_bytes(oracle: BestOracle, plan: MemoryPlan, say: Callable[[str], object]) -> int | None:
     """Return the live bytes while the largest micro-batch is evaluated between two steps; None: unknown."""
     worst, choice = plan.worst, plan.choice
     footprint = oracle.evaluation(choice, worst.sizes)
     if oracle.no_evaluation:
-        tell(f"evaluating cannot be planned, and may fail when it runs: {oracle.no_evaluation}")
+        say(f"evaluating cannot be planned, and may fail when it runs: {oracle.no_evaluation}")
     return oracle.standing(choice).bytes + footprint.again.peak_bytes if footprint else None
 
 
 def _ignores_sizes(oracle: BestOracle, plan: MemoryPlan, least: Mapping[str, int]) -> bool:
-    """Tell whether the worst micro-batch takes no more than the least one although its sizes are twice as large."""
+    """Tell whether the worst micro-batch takes no more memory than the smallest, at twice its sizes."""
     worst = plan.worst.sizes
     if any(worst[name] < 2 * size for name, size in least.items()):
         return False
@@ -155,7 +155,7 @@ def _ignores_sizes(oracle: BestOracle, plan: MemoryPlan, least: Mapping[str, int
 
 @dataclass(frozen=True)
 class _PlanningCase:
-    """What plans are made of, and the plans."""
+    """The inputs of plans, and the plans."""
 
     config: Config
     work: Work
@@ -164,7 +164,7 @@ class _PlanningCase:
     sizes_from: str
     offers: Sequence[Offer]
     oracle: BestOracle
-    stages: Mapping[str, tuple[Work, BestOracle]]  # of the curriculum that have other options
+    stages: Mapping[str, tuple[Work, BestOracle]]  # phases of the curriculum with other options
 
     def made_by(self, stage: str) -> tuple[Work, BestOracle]:
         """Return the work of a stage of the curriculum, and its oracle."""
@@ -176,10 +176,10 @@ class _PlanningCase:
 
     @cached_property
     def request(self) -> PlanRequest:
-        """Return what is planned for; a precision that is left to the planner follows from the model and the cards.
+        """Return the request to the planner, with the precision that an `auto` stands for.
 
-        It is part of what is trained, and how a step is cut into micro-batches is not: so it is the one that would be
-        chosen if that were left to the planner, too.
+        The precision is part of the recipe and must not depend on micro-batches. So it is chosen as if their size were
+        left to the planner.
         """
         request = self.work.request(self.config.train, self.offers[0].ranks)
         if len(request.precisions) == 1 or request.micro_batch is None:
@@ -208,7 +208,7 @@ class _PlanningCase:
         return {name: int(np.percentile(values_N, TYPICAL)) for name, values_N in self.sizes.items()}
 
     def compared(self) -> list[CardSpec]:
-        """Return cards of the usual sizes, to compare with; none for a CPU."""
+        """Return GPUs of common sizes, to compare with; none for a CPU."""
         if self.work.device == CPU:
             return []
         return [card_of(device(name), self.offers[0].ranks, self.config.train) for name in COMPARED]
@@ -227,7 +227,7 @@ class _PlanningCase:
         return plan_stages(self.oracle, stages, request, cards, reserve=self.reserve, others=self.compared())
 
     def configurations(self, plan: MemoryPlan) -> list[Configuration]:
-        """Return what a rank's share takes when run whole, halved, … and item by item."""
+        """Return the memory of a rank's share, run whole, halved, … and item by item."""
         batch = min(self.config.train.effective_batch, len(self.table))
         share = ceil(batch / self.offers[0].ranks)
         counts = [1, 2]
@@ -244,16 +244,16 @@ class _PlanningCase:
         )
 
     def side_by_side(self) -> list[PlannedOffer]:
-        """Return what each offer costs; nothing where there is only one."""
+        """Return the cost of each of several offers."""
         if len(self.offers) < 2:
             return []
         return compare_offers(self.oracle, self.data, self.request, self.offers, reserve=self.reserve)
 
 
 def _case(question: Question, work: Work) -> _PlanningCase:
-    """Gather the items, the offers and the memory oracle; the weakest card decides how attention is imitated."""
+    """Gather the items, the offers and the memory oracle; the weakest GPU decides which attention is traced."""
     config = question.config
-    if question.sizes:  # items of one size have no stages
+    if question.sizes:  # typed sizes have no phases
         config = config.model_copy(update={"train": config.train.model_copy(update={"curriculum": ()})})
     refuse_sequences(config)
     refuse_crop(config)
@@ -285,7 +285,7 @@ def _case(question: Question, work: Work) -> _PlanningCase:
 def _refuse_another_model(
     stage: str, work: Work, staged: Work, table: ItemTable, sizes: Mapping[str, Integers]
 ) -> None:
-    """Raise where a stage's options change more than what is computed with the model and items that all stages have."""
+    """Raise if the options of a phase change the model or the items, which all phases share."""
     shapes, others = (
         {name: tuple(part.shape) for name, part in one.model().state_dict().items()} for one in (work, staged)
     )
@@ -300,19 +300,19 @@ def _refuse_another_model(
 
 
 def _items(question: Question) -> tuple[ItemTable, str]:
-    """Return the items that are trained on and, where they are not those of graphs, what their sizes are from."""
+    """Return the items of the training; without graphs also the source of their sizes."""
     project, train = question.project, question.config.train
     if question.sizes:
         return typed_table(question.sizes, train.effective_batch)
     is_early = question.by_plan and made_table(project) is None
     table, sizes_from = scanned_table(project) if is_early else (table_of(project), "")
-    if train.split is not None and any(table.splits):  # else a data set is trained on as a whole
+    if train.split is not None and any(table.splits):  # without splits all items are for training
         table = table.of_split(train.split, "train.split")
     return with_draws(table, train.sampling), sizes_from
 
 
 def _sizes(question: Question, work: Work, table: ItemTable, *, early: bool) -> dict[str, Integers]:
-    """Return the sizes of the items that drive memory; name one that only graphs have, where there are none yet."""
+    """Return the sizes of the items that drive memory; raise for a size that only graphs have, without graphs."""
     try:
         return sizes_of(work.task, table.sizes)
     except ConfigError as error:
@@ -329,7 +329,7 @@ def _sizes(question: Question, work: Work, table: ItemTable, *, early: bool) -> 
 
 
 def _stages(config: Config, data: DataSizes) -> Iterator[CurriculumStage]:
-    """Yield the stages of the curriculum; the last has all items."""
+    """Yield the phases of the curriculum; the last has all items."""
     left = config.train.epochs
     for name, stage in config.train.stages.items():
         where = f"train.curriculum, {name}"
@@ -348,7 +348,7 @@ def _stages(config: Config, data: DataSizes) -> Iterator[CurriculumStage]:
 
 
 def _kept(work: Work, plan: MemoryPlan) -> int:
-    """Return how many micro-batches a rank keeps for a step's second pass, so that no item is read twice."""
+    """Return how many micro-batches a rank keeps in memory for the second pass of a step."""
     return min(plan.cuts.steps_most, KEPT_BYTES // _batch_bytes(plan)) if work.goes_twice else 0
 
 
@@ -357,7 +357,7 @@ def _batch_bytes(plan: MemoryPlan) -> int:
 
 
 def _ahead_bytes(config: Config, work: Work, oracle: BestOracle, plan: MemoryPlan) -> int:
-    """Return what a card has to hold of the micro-batch that is copied while one runs; 0: none is, for want of room."""
+    """Return the device memory of the micro-batch that is copied ahead; 0 if there is no room for one."""
     is_possible = work.device != CPU and config.train.pin is not False and plan.choice.shards == 1
     if not is_possible or not isinstance(work.task, Example):
         return 0
@@ -369,7 +369,7 @@ def _ahead_bytes(config: Config, work: Work, oracle: BestOracle, plan: MemoryPla
 
 
 def _noted(plan: MemoryPlan, held_bytes: int) -> MemoryPlan:
-    """Say in a plan's notes what is copied ahead, beside what is planned."""
+    """Add a note on the micro-batch that is copied ahead."""
     note = f"the next micro-batch is copied ahead: {format_bytes(held_bytes)}"
     return replace(plan, notes=(*plan.notes, note)) if held_bytes else plan
 
@@ -403,7 +403,7 @@ def _host(
 
 
 def _mem(config: Config, host: HostNeed) -> Suggestion:
-    """Return a job's memory: as configured, else as planned, corrected by what such jobs were measured to take."""
+    """Return a job's memory: the configured, else the planned, corrected by measurements of such jobs."""
     resources = config.cluster.train
     pinned = asked_bytes(resources, 0)
     if pinned:
@@ -415,7 +415,7 @@ def _mem(config: Config, host: HostNeed) -> Suggestion:
 
 
 def _facts(config: Config, work: Work, plan: MemoryPlan) -> RunFacts:
-    """Return the facts of the run that the linter judges."""
+    """Return the facts that the linter judges."""
     train = config.train
     model = work.model()
     return RunFacts(

@@ -1,4 +1,4 @@
-"""A task as it is to be trained, and what the planner asks of it: a step to trace, sizes of items, micro-batches.
+"""A task as it is trained, for the planner: a step to trace, sizes of items, micro-batches.
 
 Planning needs neither the GPUs nor the data set on this machine, only the task.
 """
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 
     Integers = NDArray[np.int64]
 
-TRACES = ".traces"  # a folder of the runs: what models were traced to take
-ITEMS_CUT = 1 << 16  # of an epoch, to see what micro-batches there are; the planner bounds the others
+TRACES = ".traces"  # in the folder of runs: the memory traces of models
+ITEMS_CUT = 1 << 16  # planned exactly of an epoch; the planner bounds the others
 
 
 @dataclass(frozen=True)
 class Work:
-    """A task as it is to be trained; what a plan may still decide is a `MemoryChoice`."""
+    """A task as it is trained; a `MemoryChoice` holds what a plan may decide."""
 
     task: Task
     settings: StepSettings
@@ -60,9 +60,9 @@ class Work:
 
     @classmethod
     def of(cls, config: Config, *, beside: Path | None = None, on_gpu: bool = False) -> Work:
-        """Return the work that a configuration describes, that of the last stage of a curriculum.
+        """Return the work of a configuration, with the options of the last phase of a curriculum.
 
-        `on_gpu`: a GPU is meant, although it names none.
+        `on_gpu`: plan for a GPU although the configuration names none.
         """
         task = load_task(config.train.task, config.train.options, beside=beside)
         device = CARD if config.cluster.train.gpus or on_gpu else CPU
@@ -80,7 +80,7 @@ class Work:
 
     def _model_from(self, begin: Callable[[nn.Module], None]) -> nn.Module:
         model = self.task.model()
-        if hasattr(model, "parameters"):  # else the step says what it is
+        if hasattr(model, "parameters"):
             begin(model)
         return model
 
@@ -94,7 +94,7 @@ class Work:
 
     @property
     def goes_twice(self) -> bool:
-        """Whether a step goes twice through its micro-batches: its terms' weights are needed first, or all its rows."""
+        """Whether a step passes twice over its micro-batches, because it needs all weights or all rows first."""
         return isinstance(self.task, Weights) or self.is_contrastive
 
     @property
@@ -150,7 +150,7 @@ class Work:
         )
 
     def build(self, choice: MemoryChoice, watch: Recorder, model: nn.Module | None) -> Step:
-        """Build a step to be traced: on the CPU, whatever device the trace imitates; of a sharded model, one rank's."""
+        """Build a step to trace: always on the CPU; of a sharded model that of one rank."""
         if choice.shards == 1:
             return self.step(choice, watch=watch, model=model)
         from pipeline.training.step.fsdp import ShardedStep, imagined
@@ -169,8 +169,8 @@ class Work:
     ) -> BestOracle:
         """Return the memory oracle of the model: traced, else measured on small steps, else by a formula.
 
-        `kept` is the folder of the traces that were made before of this model with these options, `own` are items of
-        the data set, for small steps of a task that has no `example`.
+        `kept` is the folder of earlier traces of this model with these options; `own` are items of the data set, for
+        small steps of a task without `example`.
         """
         from pipeline.memory.estimating.small_steps import SmallSteps
         from pipeline.memory.estimating.traced import Confirmation, TracedOracle, compared
@@ -215,7 +215,7 @@ class Work:
 
 @dataclass(frozen=True)
 class OwnItems:
-    """Batches of the data set's own items; the planner measures a task by them that has no `example`."""
+    """Batches of the data set's items, with which the planner measures a task without `example`."""
 
     open: Callable[[], Callable[[Sequence[int]], Any]]  # returns what makes a batch of items by their numbers
     sizes: Mapping[str, Integers]
@@ -223,7 +223,7 @@ class OwnItems:
     chosen: dict[tuple[int, ...], Integers] = field(default_factory=dict)  # items, by the sizes of their batch
 
     def near(self, wanted: Sizes) -> dict[str, int]:
-        """Return the sizes of the largest batch of as many items that is not larger; of the smallest, if all are."""
+        """Return the sizes of the largest batch with that many items within these sizes, else of the smallest."""
         share_N = np.sum([values_N / max(wanted[name], 1) for name, values_N in self.sizes.items()], axis=0)
         order_N = np.argsort(share_N, kind="stable")
         count = min(max(wanted[ITEMS], 1), len(order_N))
@@ -249,7 +249,7 @@ class OwnItems:
 
 
 def configs_of_stages(config: Config) -> dict[str, Config]:
-    """Return what the configuration would be if all epochs were a stage's, for each stage that has other options."""
+    """Return a configuration for each phase with other options, as if it had all epochs."""
     return {
         name: config.model_copy(
             update={"train": config.train.model_copy(update={"options": config.train.options | stage.options})}
@@ -260,7 +260,7 @@ def configs_of_stages(config: Config) -> dict[str, Config]:
 
 
 def example_bytes(task: Example, sizes: Sizes) -> list[int]:
-    """Return the bytes of each tensor of a batch of given sizes; nothing where values are needed to make it."""
+    """Return the bytes of each tensor of a batch of given sizes; empty if making it needs values."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from pipeline.device.batch_transfer import map_tensors
@@ -289,14 +289,14 @@ def step_settings(train: TrainSection, device: str, task: Task | None = None) ->
 
 
 def target_of(capability: tuple[int, int] | None) -> Target:
-    """Return what a trace imitates: a card of a compute capability, or this processor."""
+    """Return the device that a trace imitates: a GPU of a compute capability, or this CPU."""
     from pipeline.memory.tracing import tracer
 
     return tracer.CPU if capability is None else tracer.card_target(capability)
 
 
 def traces_folder(config: Config, work: Work, least: Sizes, capability: tuple[int, int] | None) -> Path:
-    """Return the folder of the traces of a model: its name is of everything that they follow from."""
+    """Return the folder of the traces of a model, named by the digest of everything that they depend on."""
     import torch
 
     asked = {
@@ -345,7 +345,7 @@ def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Intege
 def data_of(
     sizes: Mapping[str, Integers], request: PlanRequest, *, padded: bool, seed: int = 0, ids: Any = None
 ) -> DataSizes:
-    """Return items as the planner takes them, with all the ways in which training could cut them."""
+    """Return the planner's view of items, with all the ways in which training could cut them."""
     cut = partial(cutter, request.batch, seed=seed, micro_batch=request.micro_batch)
     padding = PADDING if padded else None
     looser = LOOSER if padded and request.micro_batch is None else ()

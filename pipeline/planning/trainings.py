@@ -1,4 +1,4 @@
-"""What a run trains: one training, or one for each point of a sweep; each with its plan, or why it has none.
+"""The trainings of a run: one, or one for each point of a sweep; each has a plan or a reason why not.
 
 Points that fit no machine are reported, and the others are trained. A search adds a training for each of its trials.
 """
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from pipeline.journal.run_folder import RunFolder
 
 PER_GPU = "train.sweep.per_gpu"
-MOST_SHARING = 8  # with `auto`: more would mostly wait for one another
+MOST_SHARING = 8  # with `auto`; more points would mostly wait for each other
 REFUSAL = "refused plan"  # the name of what is remembered
-REFUSED_FOR_S = 3600.0  # after which memory that is free now, or another node, may let it pass
+REFUSED_FOR_S = 3600.0  # a refusal is remembered for this long: free memory and nodes change
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A training with its plan, or why there is none."""
+    """A training with its plan, or the reason why it has none."""
 
     name: str  # of its point; empty: the only one of its run
     prepared: Prepared | None
-    why: str = ""  # there is no plan, and what helps
+    why: str = ""  # why there is no plan, and what helps
     settings: Mapping[str, Any] = field(default_factory=dict)  # of a trial
-    sharing: int = 1  # trainings on a GPU, each in its part of the memory
+    sharing: int = 1  # trainings that share a GPU, each with its part of the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class _Refusal:
 
 @once
 def views_of(project: Project) -> dict[str, Project]:
-    """Return the project of each training by its name: of each point of a sweep, of a search of its first trials."""
+    """Return the project of each training by name: of each point of a sweep, or of a search's first trials."""
     if project.config.train.sweep.is_search:
         return _first_views(project)
     return {point.name: at(project, point) for point in points_in(project.config)} or {"": project}
 
 
 def _first_views(project: Project) -> dict[str, Project]:
-    """Return the projects of a search's first trials whose settings go together; raise where those of none do."""
+    """Return the projects of a search's first trials with valid settings; raise if there are none."""
     views, refusals = dict[str, Project](), list[ConfigError]()
     for settings in first_trials(project.config):
         try:
@@ -82,7 +82,7 @@ def view_of(project: Project, training: Training) -> Project:
 
 
 def at(project: Project, point: Point) -> Project:
-    """Return the project of one point; what does not follow from section `train` is shared."""
+    """Return the project of one point; it shares everything that does not depend on section `train`."""
     if not is_reader(project.config):
         _ = project.encoding  # read once, for all points
     other = replace(project, config=point.config, made_once={})
@@ -91,7 +91,7 @@ def at(project: Project, point: Point) -> Project:
 
 
 def plan_trainings(project: Project) -> tuple[Training, ...] | None:
-    """Plan every training; None while what is trained on is not there. Raise where none has a plan."""
+    """Plan every training; None while their input is missing. Raise if none has a plan."""
     return _planned(project) if all(map(has_input, views_of(project).values())) else None
 
 
@@ -108,7 +108,7 @@ def _planned(project: Project) -> tuple[Training, ...]:
     known: dict[str, str] = {}
     for training in trainings:
         model = training.prepared.name if training.prepared else training.name
-        if known.setdefault(model, training.name) != training.name:  # what differs between them decides nothing
+        if known.setdefault(model, training.name) != training.name:  # their differences have no effect
             what = f"{known[model]} and {training.name} are the same training, {model}"
             raise ConfigError(what, where=SWEEP, remedy="remove one of the two")
     if (share := project.config.train.sweep.share) > 1 and (without := [one for one in trainings if not one.prepared]):
@@ -121,7 +121,7 @@ def _planned(project: Project) -> tuple[Training, ...]:
 
 
 def _plan_point(project: Project, name: str) -> Training:
-    """Plan a point; that it fits no machine is remembered for a while, as it takes long to find."""
+    """Plan a point; remember for a while that it fits no machine, because finding out is slow."""
     if refusal := _known_refusal(project):
         return Training(name, None, refusal.why)
     try:
@@ -133,7 +133,7 @@ def _plan_point(project: Project, name: str) -> Training:
 
 
 def plan_trial(project: Project, settings: Mapping[str, Any], others: Sequence[Training]) -> Training:
-    """Plan a trial of a search: none is trained whose settings do not go together, or twice."""
+    """Plan a trial of a search; refuse conflicting settings and repeated trainings."""
     name = name_of_trial(settings)
     try:
         view = views_of(project).get(name) or at(project, point_of_trial(project.config, settings))
@@ -149,7 +149,7 @@ def plan_trial(project: Project, settings: Mapping[str, Any], others: Sequence[T
 
 
 def _refuse_unvalidated(view: Project, training: Training) -> None:
-    """Raise for a trial that no validation would judge."""
+    """Raise for a trial without a validation to judge it."""
     if training.prepared and validation_items(view, training.prepared) is None:
         what = f"a search needs validations, but no item is in split {view.config.train.validation.split!r}"
         remedy = Command.of("data split --out splits.csv", then="   (and set data.splits to that file)")
@@ -157,13 +157,13 @@ def _refuse_unvalidated(view: Project, training: Training) -> None:
 
 
 def _known_refusal(project: Project) -> _Refusal | None:
-    """Return why there was no plan a while ago, where it is known."""
+    """Return the remembered reason why there is no plan."""
     refusal = recall(plans_folder(project.config), REFUSAL, plan_asked(project), _Refusal)
     return refusal if refusal and time.time() - refusal.at < REFUSED_FOR_S else None
 
 
 def known_plans(project: Project) -> list[Prepared]:
-    """Return the plans that were made, none while they are not."""
+    """Return the plans that were made before."""
     return [plan for view in views_of(project).values() if (plan := known_plan(view)) is not None]
 
 
@@ -177,7 +177,7 @@ def unplanned(project: Project) -> list[str]:
 
 
 def sharing_of(project: Project) -> int:
-    """Return how many points share a GPU, once they are planned: as configured, or as many of the largest as fit."""
+    """Return how many points share a GPU: as configured, or as many as fit by the largest plan."""
     sweep, resources, plans = project.config.train.sweep, project.config.cluster.train, known_plans(project)
     if not (sweep.points and plans):
         return 1
@@ -192,7 +192,7 @@ def sharing_of(project: Project) -> int:
 def in_parts(project: Project, trainings: Sequence[Training]) -> list[Training]:
     """Return the trainings, each with the limits of its part of a GPU."""
     sharing = sharing_of(project)
-    parts = sharing // project.config.train.sweep.share  # of what it was planned for
+    parts = sharing // project.config.train.sweep.share
     return [_in_part(training, sharing, parts) for training in trainings]
 
 
@@ -205,11 +205,11 @@ def _in_part(training: Training, sharing: int, parts: int) -> Training:
 
 
 def write_trainings(folder: RunFolder, trainings: Sequence[Training]) -> None:
-    """Write down what a run trains."""
+    """Write the trainings of a run."""
     with writing_run(folder.path):
         write_plain(folder.plan(StageName.TRAIN), trainings)
 
 
 def read_trainings(folder: RunFolder) -> tuple[Training, ...]:
-    """Return what a run trains."""
+    """Read the trainings of a run."""
     return read_plain(folder.plan(StageName.TRAIN), tuple[Training, ...])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipeline.store.store import Store
 
 # Faults of a whole shard, whose content is unknown: then everything that is missing of its kind may be made.
-UNTOLD = frozenset({Fault.TABLE, Fault.UNREADABLE, Fault.GONE})
+FAULTS_WITHOUT_KEYS = frozenset({Fault.TABLE, Fault.UNREADABLE, Fault.GONE})
 AT_ONCE = 4096  # findings whose records are looked up together
 ABOUT, SUFFIX = "about.json", ".keys"
 
@@ -57,7 +57,7 @@ class Only:
 
     source: str = ""  # the list
     keys: Mapping[str, Keys] = field(default_factory=dict)  # kind → what the list names
-    untold: frozenset[str] = frozenset()  # kinds with a lost shard of unknown content
+    whole_kinds: frozenset[str] = frozenset()  # kinds with a lost shard of unknown content
 
     @property
     def is_all(self) -> bool:
@@ -65,7 +65,7 @@ class Only:
 
     @property
     def kinds(self) -> set[str]:
-        return {*self.keys, *self.untold}
+        return {*self.keys, *self.whole_kinds}
 
     @property
     def records(self) -> int:
@@ -78,11 +78,11 @@ class Only:
 
     def names(self, kind: str, key: bytes) -> bool:
         """Tell whether a record may be made."""
-        return self.is_all or kind in self.untold or key in self.of(kind)
+        return self.is_all or kind in self.whole_kinds or key in self.of(kind)
 
     def write(self, folder: RunFolder) -> None:
         """Write this into the folder of a run."""
-        about = {"source": self.source, "kinds": sorted(self.keys), "untold": sorted(self.untold)}
+        about = {"source": self.source, "kinds": sorted(self.keys), "untold": sorted(self.whole_kinds)}
         with writing_run(folder.only):
             folder.only.mkdir()
             for kind, keys in self.keys.items():
@@ -104,7 +104,7 @@ def only_of(folder: RunFolder) -> Only:
 
 def read_list(path: Path, cache: CacheFolder) -> Only:
     """Return the records that a damage list, or the list of a repair, calls lost; raise where wrong ones remain."""
-    packed, untold, in_place = dict[str, bytearray](), set[str](), 0
+    packed, whole_kinds, in_place = dict[str, bytearray](), set[str](), 0
     stores: dict[str, Store] = {}
     report = read_report(path)
     refuse_of_another(report, cache.root)
@@ -113,14 +113,14 @@ def read_list(path: Path, cache: CacheFolder) -> Only:
             _open(path, finding.kind, cache, stores)
             if finding.key and finding.lost:
                 packed.setdefault(finding.kind, bytearray()).extend(_key(path, finding))
-            elif not finding.key and finding.fault in UNTOLD and not finding.forbidden:
-                untold.add(finding.kind)
+            elif not finding.key and finding.fault in FAULTS_WITHOUT_KEYS and not finding.forbidden:
+                whole_kinds.add(finding.kind)
         in_place += sum(_count_in_place(findings, store) for store in stores.values())
     if in_place:
         what = f"{in_place:,} of the listed records are readable but wrong, and block the rebuild"
         raise CacheDamaged(what, where=str(path), remedy=Command.of("cache repair --list", path))
     keys = {kind: Keys(sorted_keys(column).tobytes()) for kind, column in packed.items()}
-    return Only(str(path.absolute()), keys, frozenset(untold))
+    return Only(str(path.absolute()), keys, frozenset(whole_kinds))
 
 
 def _count_in_place(findings: Sequence[DamageFinding], store: Store) -> int:

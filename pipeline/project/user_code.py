@@ -60,8 +60,8 @@ def plans_folder(config: Config) -> Path:
 class TaskCode:
     """What the user's own code of a task is; the digests are empty where there is none."""
 
-    trains: str  # the digest of what it does to weights
-    tells: str  # and of what it tells of a model
+    weights_digest: str  # the digest of what it does to weights
+    outputs_digest: str  # and of what it outputs_digest of a model
     files: tuple[tuple[str, Path], ...]
     reads: tuple[Path, ...] = ()  # files besides its items whose content decides what it says
     samples: int = 1  # answers that it draws for an item where its model is applied
@@ -103,8 +103,8 @@ def _loaded_task(train: TrainSection, beside: Path | None) -> TaskCode:
     _check_stages(train, beside)
     reads = tuple(task.files_read()) if isinstance(task, ReadsFiles) else ()
     return TaskCode(
-        trains=source_digest(task),
-        tells=source_digest(task, without=()),
+        weights_digest=source_digest(task),
+        outputs_digest=source_digest(task, without=()),
         files=tuple(sources(task)),
         reads=reads,
         samples=task.rows_per_item if isinstance(task, Samples) else 1,

@@ -78,7 +78,7 @@ def find_batch(
     steps: int,
     seconds: float | None = None,
     again: bool = False,
-    told: Callable[[Try], None] = lambda _: None,
+    on_try: Callable[[Try], None] = lambda _: None,
     waits: Callable[[int], None] = lambda _: None,
 ) -> tuple[int, bool]:
     """Return the largest micro-batch of ascending sizes with which a command runs, and whether it was remembered.
@@ -97,7 +97,7 @@ def find_batch(
 
     def fits(size: int) -> bool:
         tries.append(_tried(script, size, steps, seconds or math.inf, waits))
-        told(tries[-1])
+        on_try(tries[-1])
         return tries[-1].fits
 
     found = largest_that_fits(sizes, fits)
@@ -123,7 +123,7 @@ def _tried(script: Script, size: int, steps: int, seconds: float, waits: Callabl
     silence = Timer(SILENT_S, waits, [size])
     silence.daemon = True
 
-    def tell(figures: Mapping[str, float]) -> None:
+    def note_step(figures: Mapping[str, float]) -> None:
         silence.cancel()
         if figures.get(STEP, 0) >= steps:
             os.kill(os.getpid(), signal.SIGTERM)  # it is passed on to the script while that runs, and ends it
@@ -137,15 +137,17 @@ def _tried(script: Script, size: int, steps: int, seconds: float, waits: Callabl
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         silence.start()
         try:
-            run = partial(run_script, words, environment=environment, cwd=Path.cwd(), tell=tell, longest_s=seconds)
+            run = partial(
+                run_script, words, environment=environment, cwd=Path.cwd(), on_figures=note_step, longest_s=seconds
+            )
             ended = run(out=out.fileno(), err=out.fileno())
         finally:
             silence.cancel()
     if "oom" in ended.trouble:
         return Try(size, fits=False, reason=ended.reason)
-    if ended.told == signal.SIGTERM and ended.step < steps and time.monotonic() - begun_s < seconds:
+    if ended.handled_signal == signal.SIGTERM and ended.step < steps and time.monotonic() - begun_s < seconds:
         raise JobFailed(f"was stopped while trying {size}", where=WHERE, remedy="run the same command again")
-    if ended.exit_code in (0, GO_ON) or ended.told == signal.SIGTERM:
+    if ended.exit_code in (0, GO_ON) or ended.handled_signal == signal.SIGTERM:
         return Try(size, fits=True)
     last = "\n".join(f"    {line}" for line in ended.last_lines[-LAST_LINES:])
     problem = f"with a micro-batch of {size} {ended.what}\n{last}"

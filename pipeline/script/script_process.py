@@ -53,7 +53,7 @@ from pipeline.training.ranks.launch import FORWARDED
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    Tell = Callable[[Mapping[str, float]], None]
+    OnFigures = Callable[[Mapping[str, float]], None]
 
 PREFIX = "pipeline: {"
 STEP = "step"
@@ -77,7 +77,7 @@ class ScriptOutcome:
 
     exit_code: int | None
     signal: int | None = None  # that ended it
-    told: int | None = None  # the last signal to end that one of its processes listened for
+    handled_signal: int | None = None  # the last signal to end that one of its processes listened for
     trouble: str = ""  # gpu_oom, host_oom, disk_full; or nothing that is known
     reason: str = ""  # the line that says so
     last_lines: tuple[str, ...] = ()
@@ -87,19 +87,19 @@ class ScriptOutcome:
     @property
     def goes_on(self) -> bool:
         """Whether it wants to be started again."""
-        return self.exit_code == GO_ON or (self.exit_code == 0 and self.told is not None)
+        return self.exit_code == GO_ON or (self.exit_code == 0 and self.handled_signal is not None)
 
     @property
     def finished(self) -> bool:
-        return self.exit_code == 0 and self.told is None
+        return self.exit_code == 0 and self.handled_signal is None
 
     @property
     def code(self) -> int:
         """The exit code of the task: 75 to go on, 128 and the signal, or the script's where that is none of ours."""
         if self.goes_on:
             return GO_ON
-        if self.told is not None and not self.trouble:
-            return SIGNALLED + self.told
+        if self.handled_signal is not None and not self.trouble:
+            return SIGNALLED + self.handled_signal
         if self.signal is not None:
             return SIGNALLED + self.signal
         return 1 if self.exit_code in OURS else self.exit_code or 0  # 4 from a script tells of no damaged cache
@@ -127,7 +127,7 @@ def run_script(
     cwd: Path,
     out: int = 1,
     err: int = 2,
-    tell: Tell = lambda _figures: None,
+    on_figures: OnFigures = lambda _figures: None,
     mem_bytes: int = 0,
     longest_s: float = math.inf,
     is_lost: Callable[[], bool] = lambda: False,
@@ -137,7 +137,7 @@ def run_script(
     `mem_bytes` is the memory of the task, which shows whether a kill was for memory. After `longest_s`, or once it
     `is_lost`, the script gets a SIGTERM.
     """
-    with _signals() as arrived, closing(_Process(words, environment, cwd, (out, err), tell)) as process:
+    with _signals() as arrived, closing(_Process(words, environment, cwd, (out, err), on_figures)) as process:
         process.follow(arrived, time.monotonic() + longest_s, is_lost)
         return process.outcome(mem_bytes)
 
@@ -199,10 +199,15 @@ class _Process:
     """A running script, with its last lines, figures and peak of memory."""
 
     def __init__(
-        self, words: Sequence[str], environment: Mapping[str, str], cwd: Path, onward: tuple[int, int], tell: Tell
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: Path,
+        onward: tuple[int, int],
+        on_figures: OnFigures,
     ) -> None:
         """Start it, in a session of its own."""
-        self._tell = tell
+        self._on_figures = on_figures
         self._lines: deque[str] = deque(maxlen=LINES_MOST)
         self._figures: dict[str, float] = {}
         self._told: int | None = None
@@ -287,7 +292,7 @@ class _Process:
         figures = figures_in(line)
         if figures:
             self._figures.update(figures)
-            self._tell(figures)
+            self._on_figures(figures)
         else:
             self._take(line)
 

@@ -174,9 +174,9 @@ class ModelInUse:
         """Return the digest of the items, and of the code, options and files that decide the outputs."""
         files = [digest_of_files(path) for path in self.code.reads]
         own = self.section.options
-        told = [self.code.tells, json.dumps(pathless(own), sort_keys=True) if own else "", *files]
+        parts = [self.code.outputs_digest, json.dumps(pathless(own), sort_keys=True) if own else "", *files]
         of_items = table_digest(table)
-        return content_digest("-".join([of_items, *filter(None, told)]).encode()).hex() if any(told) else of_items
+        return content_digest("-".join([of_items, *filter(None, parts)]).encode()).hex() if any(parts) else of_items
 
     def shards(self, applied: Application, left: int) -> tuple[Shard, ...]:
         """Return the rows of each of several tasks, or the row count of a single one."""
@@ -358,8 +358,8 @@ class ApplyStage(Stage):
             chosen = use.choose(applied.prepared, without)
             if chosen is None:
                 where = str(applied.chosen.path.parent)
-                anew = _training(folder) if use.model is None else "use another model or checkpoint"
-                raise JobFailed("none of its checkpoints can be read", where=where, remedy=anew)
+                remedy = _training(folder) if use.model is None else "use another model or checkpoint"
+                raise JobFailed("none of its checkpoints can be read", where=where, remedy=remedy)
             self._write(folder, replace(applied, chosen=chosen, done=[]))
             return chosen
 

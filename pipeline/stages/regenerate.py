@@ -81,7 +81,7 @@ class RegenerateStage(Stage):
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Regenerated:  # noqa: ARG002
         """Find which of the named records are intact, and why the others are not."""
         only = project.only
-        judged = Regenerated(source=only.source, untold=sorted(only.untold))
+        judged = Regenerated(source=only.source, untold=sorted(only.whole_kinds))
         absent = dict[str, set[bytes]]()
         for kind, keys in only.keys.items():
             store = project.cache.kind(kind)

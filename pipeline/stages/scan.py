@@ -158,7 +158,7 @@ def _is_named(known: KnownItem, project: Project) -> bool:
     marks = (glance(path, project.recipe) for path in project.recipe.paths(known.item))
     return (
         only.is_all
-        or StageName.SCAN in only.untold
+        or StageName.SCAN in only.whole_kinds
         or any(only.names("files", m) for m in marks if isinstance(m, bytes))
     )
 
@@ -223,7 +223,7 @@ def describe_leaks(census: Census, folder: RunFolder) -> str:
 
 
 READER_BYTES = 1 << 30  # an interpreter, and what a reader holds of a file
-TOLD_EVERY = 100  # items
+NOTE_EVERY = 100  # items
 SETTLING_S = 3.0  # after this, equal times prove an unchanged file on any file system
 
 
@@ -340,7 +340,7 @@ def _settled_digest(reader: Reader) -> str:
 def _noted(reader: Reader, context: TaskContext) -> Iterator[Entry | Rejection]:
     """Yield the items; note now and then which one is being read, in case the process dies."""
     for number, entry in enumerate(reader.entries()):
-        if number % TOLD_EVERY == 0 and isinstance(entry, Entry | Rejection):
+        if number % NOTE_EVERY == 0 and isinstance(entry, Entry | Rejection):
             context.report.figures[ITEMS_READ] = number
             context.on([f"item {number + 1:,} ({printable_text(entry.origin or str(entry.id))}) or one soon after it"])
         yield entry

@@ -221,13 +221,13 @@ class Ended(Exception):
     @classmethod
     def of(cls, outcome: ScriptOutcome, *, saved: bool) -> Ended:
         """Return the exception for an outcome, with the last lines of output if the reason is unknown."""
-        what, further = outcome.what, saved or outcome.told is not None or outcome.step > 0
+        what, further = outcome.what, saved or outcome.handled_signal is not None or outcome.step > 0
         if outcome.goes_on and not further:  # without progress it could ask to be restarted for ever
             what += "; it was not asked to stop, saved nothing in {output} and reported no step"
         if not (outcome.reason or outcome.goes_on) and len(outcome.last_lines) > 1:
             what += "".join(f"\n    | {line[:LINE_MOST]}" for line in outcome.last_lines[-LINES_SHOWN:])
         ended = cls(outcome.code, what, outcome.trouble, step=outcome.step, further=further)
-        is_asked = outcome.told is not None and not outcome.trouble
+        is_asked = outcome.handled_signal is not None and not outcome.trouble
         ended.for_others = "" if is_asked or outcome.goes_on or outcome.finished else outcome.what
         return ended
 
@@ -238,7 +238,7 @@ def _run(
     """Run the script; its figures go to the ledger."""
     train, resources = project.config.train, project.config.cluster.train
 
-    def hear(figures: Mapping[str, float]) -> None:
+    def note_figures(figures: Mapping[str, float]) -> None:
         context.report.figures.update({FIGURE + name: value for name, value in figures.items()})
         context.on(())
 
@@ -247,7 +247,7 @@ def _run(
         process_words(script, values),
         environment=script_environment(script, values, os.environ, threads=resources.cpus, allocator=allocator),
         cwd=project.beside or Path.cwd(),
-        tell=hear,
+        on_figures=note_figures,
         mem_bytes=context.mem_bytes,
         is_lost=is_lost,
     )

@@ -314,7 +314,7 @@ def job_of(
     prepared: Prepared,
     context: TaskContext,
     ranks: Ranks,
-    make_anew: Callable[[str, bytes], bool] | None = None,
+    rebuild: Callable[[str, bytes], bool] | None = None,
     *,
     device: str | None = None,
 ) -> Any:
@@ -343,9 +343,9 @@ def job_of(
     ranks.exchange({})
     device = device or device_here(config.cluster.train.gpus)
     damaged = None
-    if make_anew is not None:
+    if rebuild is not None:
         spare, root = math.floor(config.data.max_rejected_fraction * table.distinct), str(project.cache.root)
-        damaged = DamagedItems(make_anew, table.distinct, spare, root, refuse=context.refuse, say=log_line)
+        damaged = DamagedItems(rebuild, table.distinct, spare, root, refuse=context.refuse, say=log_line)
     return Job(
         train=config.train,
         prepared=prepared,

@@ -87,7 +87,7 @@ def trained_so_far(project: Project, prepared: Prepared) -> Trained:
     made, settings = folder_of(project, prepared), project.config.train.validation
     newest = latest_checkpoint(made.checkpoints)
     identity = newest.sealed.identity if newest else {}
-    checkpoint = CheckpointFolder(made.checkpoints, last=1, best=0, identity=identity, tell=log_line).newest()
+    checkpoint = CheckpointFolder(made.checkpoints, last=1, best=0, identity=identity, say=log_line).newest()
     judged = Trained(folder=str(made.path), monitor=settings.monitor)
     progress = rebuilt(TrainingState, checkpoint.data[TRAINING]) if checkpoint else TrainingState()
     judged.left_out(sorted(progress.damaged))

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 TIME_MARGIN = 1.5
 TIME_STEP_S = 300
 SPARE_CPUS = 0.5  # efficiency below which fewer cores are suggested
-TELLING_S = 30.0  # of shorter tasks most is their start
+LONG_S = 30.0  # of shorter tasks most is their start
 IDLE_GPU = 0.5  # share of busy time below which it is worth saying
 SLICE_MARGIN, LEAST_SLICED = 1.1, 20 * GIB  # smaller GPUs have no slices
 DEFAULT = "default"
@@ -173,8 +173,8 @@ def _advice(name: str, config: Config, ran: Ran) -> Iterator[str]:
     resources = config.cluster.resources(name)
     if (cores := _cores(ran)) and cores < resources.cpus:
         yield f"used {cores} of {resources.cpus} CPUs"
-    telling = [attempt for attempt, job in ran if job.cards and attempt.elapsed_s >= TELLING_S]
-    busy = _share((attempt.gpu_busy, 1.0, attempt.elapsed_s) for attempt in telling)
+    long = [attempt for attempt, job in ran if job.cards and attempt.elapsed_s >= LONG_S]
+    busy = _share((attempt.gpu_busy, 1.0, attempt.elapsed_s) for attempt in long)
     if busy is not None and busy < IDLE_GPU:
         yield f"GPUs were busy {busy:.0%} of the time: loading is slower, give it more CPUs (cluster.{name}.cpus)"
     peak = max((attempt.gpu_peak_bytes or 0 for attempt, _ in ran), default=0)
@@ -226,11 +226,11 @@ def _asked(ended: Sequence[Attempt]) -> int:
 
 def _cores(ran: Ran) -> int | None:
     """Return how many cores of a process are enough if less than half of their time was used; else None."""
-    telling = [(attempt.cpu_s, attempt.elapsed_s, job) for attempt, job in ran if attempt.elapsed_s >= TELLING_S]
-    share = _share((cpu_s, job.cores * elapsed_s, 1.0) for cpu_s, elapsed_s, job in telling)
+    long = [(attempt.cpu_s, attempt.elapsed_s, job) for attempt, job in ran if attempt.elapsed_s >= LONG_S]
+    share = _share((cpu_s, job.cores * elapsed_s, 1.0) for cpu_s, elapsed_s, job in long)
     if share is None or share >= SPARE_CPUS:
         return None
-    return max(1, ceil(max((cpu_s or 0.0) / elapsed_s / (job.ranks * job.nodes) for cpu_s, elapsed_s, job in telling)))
+    return max(1, ceil(max((cpu_s or 0.0) / elapsed_s / (job.ranks * job.nodes) for cpu_s, elapsed_s, job in long)))
 
 
 def estimates(

@@ -60,7 +60,7 @@ def planned(pipeline: Command, *options: str) -> dict[str, Any]:
 
 def kept_plans() -> list[Path]:
     """Return the plans that are remembered in the current folder, among what else is of tasks."""
-    return [path for path in Path.cwd().rglob(".plans/*.json") if "trains" not in json.loads(path.read_text())]
+    return [path for path in Path.cwd().rglob(".plans/*.json") if "weights_digest" not in json.loads(path.read_text())]
 
 
 @pytest.mark.nightly

@@ -85,8 +85,8 @@ def test_a_task_that_is_known_is_not_imported_and_said_to_be_the_same(ask, tmp_p
     [
         ("known_helper.py", "4", "5", ()),
         ("known_task.py", "self.width = width", "self.width = width + 1", ()),
-        ("known_task.py", "return {}", "return {'a': 1}", ("trains",)),
-        ("known_task.py", "    def model", "    # a comment\n    def model", ("trains", "tells")),
+        ("known_task.py", "return {}", "return {'a': 1}", ("weights_digest",)),
+        ("known_task.py", "    def model", "    # a comment\n    def model", ("weights_digest", "outputs_digest")),
     ],
 )
 def test_whatever_changes_in_its_files_has_it_loaded(ask, tmp_path, name, before, after, alike):
@@ -94,7 +94,9 @@ def test_whatever_changes_in_its_files_has_it_loaded(ask, tmp_path, name, before
     (tmp_path / name).write_text((tmp_path / name).read_text().replace(before, after))
     changed = ask()
     assert is_loaded()
-    same = tuple(part for part in ("trains", "tells") if getattr(changed, part) == getattr(known, part))
+    same = tuple(
+        part for part in ("weights_digest", "outputs_digest") if getattr(changed, part) == getattr(known, part)
+    )
     assert same == alike
 
 
@@ -108,7 +110,7 @@ def test_another_module_that_is_found_first_is_the_task(ask, tmp_path):
     known = ask()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "known_task.py").write_text(OWN.replace("width = width", "width = 7"))
-    assert ask(beside=tmp_path / "other").trains != known.trains
+    assert ask(beside=tmp_path / "other").weights_digest != known.weights_digest
 
 
 LISTS = """
@@ -133,7 +135,7 @@ def test_files_that_come_into_a_folder_that_it_lists_are_read_and_those_that_go_
         assert not is_loaded()
 
 
-@pytest.mark.parametrize("torn", ["", "{}", "[]", '{"trains": "a"}'])
+@pytest.mark.parametrize("torn", ["", "{}", "[]", '{"weights_digest": "a"}'])
 def test_what_is_torn_is_found_out_again(ask, tmp_path, torn):
     known = ask()
     for path in (tmp_path / "runs" / ".plans").iterdir():

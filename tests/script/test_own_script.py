@@ -322,7 +322,7 @@ class TestOutput:
 
     def test_with_figures_is_told(self, tmp_path: Path) -> None:
         told: list[Any] = []
-        outcome = ran("saves.py", "--out", str(tmp_path), "--steps", "3", tmp_path=tmp_path, tell=told.append)
+        outcome = ran("saves.py", "--out", str(tmp_path), "--steps", "3", tmp_path=tmp_path, on_figures=told.append)
         assert told == [{"step": 1.0}, {"step": 2.0}, {"step": 3.0}]
         assert outcome.step == 3
 
@@ -367,7 +367,7 @@ class TestSignals:
     def test_let_a_script_save_and_ask_for_another_start(self, tmp_path: Path, number: int, code: int) -> None:
         ended, told = self.saves(tmp_path, number, "--steps", "1000000", "--code", str(code))
         saved = json.loads((tmp_path / "checkpoint.json").read_text())
-        assert (ended, told["exit_code"], told["told"], told["goes_on"]) == (75, code, number, True)
+        assert (ended, told["exit_code"], told["handled_signal"], told["goes_on"]) == (75, code, number, True)
         assert saved["told"] == [number]
         assert told["step"] == saved["step"] > 0
         again = ran("saves.py", "--out", str(tmp_path), "--steps", str(saved["step"] + 2), tmp_path=tmp_path)
@@ -386,7 +386,7 @@ class TestSignals:
             (tmp_path / "go").touch()
             assert started.wait(LONG_S) == 0
         assert not is_running(child)
-        assert json.loads((tmp_path / "told").read_text())["told"] is None
+        assert json.loads((tmp_path / "told").read_text())["handled_signal"] is None
 
     def test_that_end_reach_every_process_of_a_script_that_does_not_listen(self, tmp_path: Path) -> None:
         with worker(tmp_path, sys.executable, "-S", str(HERE / "deaf.py"), str(tmp_path)) as started:
@@ -417,7 +417,7 @@ class TestSignals:
         assert (tmp_path / "checkpoint.json").exists()
 
     def test_that_preempt_are_followed_by_another_start(self) -> None:
-        ended = ScriptOutcome(None, signal.SIGTERM, told=signal.SIGTERM)
+        ended = ScriptOutcome(None, signal.SIGTERM, handled_signal=signal.SIGTERM)
         assert verdict(ended, TaskState.PREEMPTED).cause is Cause.PREEMPTED
         assert verdict(ended, TaskState.CANCELLED).cause is Cause.CANCELLED
         assert verdict(ended).cause is verdict(ScriptOutcome(75)).cause is Cause.INTERRUPTED

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pipeline.store.format.disk import Disk
     from pipeline.store.store import Store
 
-    Told = Callable[[int, int], object]  # bytes that were read, and bytes in all
+    Show = Callable[[int, int], object]  # bytes that were read, and bytes in all
     Keys = npt.NDArray[np.void]  # of 16 bytes each
 
 EXPORT_FORMAT = 1
@@ -88,8 +88,8 @@ class Moved:
 class _Shards:
     """Reads shards from front to back, verifies and copies them, and reports progress."""
 
-    def __init__(self, disk: Disk, total_bytes: int, tell: Told) -> None:
-        self._disk, self._total_bytes, self._tell = disk, total_bytes, tell
+    def __init__(self, disk: Disk, total_bytes: int, show: Show) -> None:
+        self._disk, self._total_bytes, self._show = disk, total_bytes, show
         self._bytes = 0
 
     def read(self, path: Path, draft: Draft | None = None) -> str:
@@ -101,7 +101,7 @@ class _Shards:
                 if draft:
                     draft.write(chunk, position)
                 position += len(chunk)
-                self._tell(self._bytes + position, self._total_bytes)
+                self._show(self._bytes + position, self._total_bytes)
         self._bytes += position
         self._verify(draft.path if draft else path)
         return sha256.hexdigest()
@@ -134,7 +134,7 @@ def export_cache(
     kinds: Sequence[str] = (),
     *,
     link: bool = False,
-    tell: Told = lambda _now, _all: None,
+    show: Show = lambda _now, _all: None,
 ) -> Moved:
     """Copy (or `link`) a cache's own shards to a folder; those that are there already are verified, and stay.
 
@@ -147,13 +147,13 @@ def export_cache(
         raise ConfigError(what, where=str(folder), remedy="name another")
     try:
         with refused_as("the export cannot be written here", _NEW_FOLDER):
-            return _export(cache, _opened(folder, cache.disk), _known_kinds(cache, kinds), link=link, tell=tell)
+            return _export(cache, _opened(folder, cache.disk), _known_kinds(cache, kinds), link=link, show=show)
     except OSError as error:  # of a folder or a size: what fails in reading or writing a shard has its own words
         remedy = f"ls -ld {quoted(cache.root)} {quoted(folder)}"
         raise CacheUnusable(f"a folder cannot be read: {_reason(error)}", where=str(folder), remedy=remedy) from error
 
 
-def _export(cache: CacheFolder, target: CacheFolder, kinds: Sequence[str], *, link: bool, tell: Told) -> Moved:
+def _export(cache: CacheFolder, target: CacheFolder, kinds: Sequence[str], *, link: bool, show: Show) -> Moved:
     disk, moved, source, folder = cache.disk, Moved(), _files(cache, kinds), target.root
     for file in [file for file in source if not _LINE.fullmatch(f"{'0' * 64}  {file}\n")]:
         del source[file]
@@ -174,7 +174,7 @@ def _export(cache: CacheFolder, target: CacheFolder, kinds: Sequence[str], *, li
             for name in filter(PARTIAL_NAME.fullmatch, disk.list_folder(place)):
                 disk.unlink(place / name)
         old = {file: size for file, size in _files(target, kinds).items() if file not in source}
-        shards = _Shards(disk, sum(source.values()) + sum(old.values()), tell)
+        shards = _Shards(disk, sum(source.values()) + sum(old.values()), show)
         for file, size in source.items():
             lines.pop(file, None)
             try:
@@ -230,7 +230,7 @@ def _keep_old(
         moved.add(file)
 
 
-def take_in(cache: CacheFolder, folder: Path, *, tell: Told = lambda _now, _all: None) -> Moved:
+def take_in(cache: CacheFolder, folder: Path, *, show: Show = lambda _now, _all: None) -> Moved:
     """Copy the shards of an export into a cache, each verified on its way, and bring the indexes up to date."""
     disk, moved, sizes = cache.disk, Moved(), dict[str, int]()
     with ask_owner(cache.root):
@@ -240,7 +240,7 @@ def take_in(cache: CacheFolder, folder: Path, *, tell: Told = lambda _now, _all:
                 sizes[file] = _size_of_plain(disk, folder / file)
         _refuse_no_room(disk, cache.root, sizes)
         cache.prepare()
-        shards = _Shards(disk, sum(sizes.values()), tell)
+        shards = _Shards(disk, sum(sizes.values()), show)
         for file, size in sizes.items():
             with moved.refusing(file):
                 is_there = _taken_in(shards, cache, folder, file, lines[file])

@@ -352,7 +352,7 @@ class CheckpointFolder:
     last: int  # kept
     best: int
     identity: Mapping[str, Any]
-    tell: Callable[[str], None]
+    say: Callable[[str], None]
     check: Callable[[], None] = lambda: None
     token: str = field(default_factory=lambda: secrets.token_hex(4))
     disk: Disk = field(default_factory=Disk)
@@ -433,7 +433,7 @@ class CheckpointFolder:
                 self._skip(checkpoint.path, error)
                 continue
             if self._damaged:
-                self.tell(f"checkpoint {checkpoint.name} is used instead: step {checkpoint.step}")
+                self.say(f"checkpoint {checkpoint.name} is used instead: step {checkpoint.step}")
             return checkpoint
         if self._damaged:
             newest = self._damaged[max(self._damaged)]
@@ -455,7 +455,7 @@ class CheckpointFolder:
         """Report a damaged checkpoint once; it no longer counts among those to keep."""
         message = f"checkpoint {path.name} is skipped: {os.path.basename(error.where)} {error.what}"  # noqa: PTH119 - text
         if path.name not in self._damaged:
-            self.tell(message)
+            self.say(message)
         self._damaged[path.name] = message
 
     def _partial(self, step: int) -> Path:
@@ -484,7 +484,7 @@ class CheckpointFolder:
                 self.disk.rename(self.folder / name, aside := self.folder / f".{name}.removed-{self.token}")
                 shutil.rmtree(aside, ignore_errors=True)
         except OSError as error:
-            self.tell(f"old checkpoints cannot be removed: {error.strerror or error}")
+            self.say(f"old checkpoints cannot be removed: {error.strerror or error}")
 
     def _not_saved(self, step: int, error: OSError) -> NotSaved:
         saved = max(filter(NAME.fullmatch, self.disk.list_folder(self.folder)), default="")

@@ -229,7 +229,7 @@ class Keeper:
     checkpoints: CheckpointFolder
     ranks: Ranks
     fresh: Callable[[Step], None]  # resets a step to the start of its training
-    tell: Callable[[str], None]  # prints what happens now
+    say: Callable[[str], None]  # prints what happens now
     warn: Callable[[str], None] = lambda _warning: None  # records a warning for the whole run
     behind: bool | Literal["auto"] = False  # train on while a checkpoint is written; auto: if copies fit in memory
     host: HostMeter | None = None
@@ -300,7 +300,7 @@ class Keeper:
             published.result()
         except NotSaved as error:
             self.unsaved.append(error)
-            self.tell(f"WARNING: {error}\n  training continues; the last good checkpoint is kept")
+            self.say(f"WARNING: {error}\n  training continues; the last good checkpoint is kept")
             count = len(self.unsaved)
             many = f"{count} checkpoints could not be saved; the last error: " if count > 1 else ""
             self.warn(f"{many}{error.what}   ({error.remedy})")
@@ -358,7 +358,7 @@ class Keeper:
                     if name in own.own:
                         buffer.copy_(own.own[name])
         if len(loaded.ranks) != self.ranks.world:
-            self.tell(f"{loaded.name} is of {len(loaded.ranks)} ranks, now {self.ranks.world}: steps stay the same")
+            self.say(f"{loaded.name} is of {len(loaded.ranks)} ranks, now {self.ranks.world}: steps stay the same")
         own = own or loaded.own(0)  # a rank that did not exist starts from rank 0's data
         return rebuilt(TrainingState, loaded.data[TRAINING]), own.own_data if own else {}
 

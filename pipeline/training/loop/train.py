@@ -217,7 +217,7 @@ def trainer_of(job: Job) -> Trainer:
     host = HostMeter(limit_bytes=job.context.mem_bytes or None)
     behind = train.checkpoints.asynchronous
     warn = partial(job.context.report.warnings.__setitem__, "checkpoints")
-    keeper = Keeper(checkpoints, ranks, fresh=Fresh(job), tell=job.say, warn=warn, behind=behind, host=host)
+    keeper = Keeper(checkpoints, ranks, fresh=Fresh(job), say=job.say, warn=warn, behind=behind, host=host)
     stepper.upkeep.begin()
     hosts = [reply["host"] for reply in ranks.exchange({"host": job.context.place.host})]
     return Trainer(
@@ -269,7 +269,7 @@ def _checkpoints(job: Job, step: Step) -> CheckpointFolder:
         last=job.train.checkpoints.last,
         best=job.train.checkpoints.best,
         identity={"model": model_key(step.model), "recipe": job.prepared.name},
-        tell=job.say,
+        say=job.say,
         check=job.claim.check if job.claim is not None else lambda: None,
         token=job.ranks.exchange({"token": secrets.token_hex(4)})[0]["token"],
     )

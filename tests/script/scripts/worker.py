@@ -9,6 +9,9 @@ from pipeline.script.script_process import run_script
 
 told, mem_bytes, *words = sys.argv[1:]
 outcome = run_script(words, environment=dict(os.environ), cwd=Path.cwd(), mem_bytes=int(mem_bytes))
-kept = {name: getattr(outcome, name) for name in ("exit_code", "signal", "told", "trouble", "goes_on", "step", "what")}
+kept = {
+    name: getattr(outcome, name)
+    for name in ("exit_code", "signal", "handled_signal", "trouble", "goes_on", "step", "what")
+}
 Path(told).write_text(json.dumps(kept))
 sys.exit(outcome.code)

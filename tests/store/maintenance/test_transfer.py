@@ -71,7 +71,7 @@ def test_a_second_export_to_the_same_folder_is_refused_while_the_first_runs(cach
             export_cache(cache, folder)
         refused.append(error.value)
 
-    assert export_cache(cache, folder, tell=also).refused == []
+    assert export_cache(cache, folder, show=also).refused == []
     assert str(folder) in str(refused[0])
     assert take_in(other, folder).refused == []
     assert holds_all(other)

@@ -36,7 +36,7 @@ def checkpoints(
 ) -> Checkpoints:
     """Return a folder of checkpoints that appends to `said` what it tells."""
     tell: Callable[[str], None] = [].append if said is None else said.append
-    return Checkpoints(folder, last=last, best=best, tell=tell, disk=disk or Disk(), **{"identity": IDENTITY} | more)
+    return Checkpoints(folder, last=last, best=best, say=tell, disk=disk or Disk(), **{"identity": IDENTITY} | more)
 
 
 def state_at(step: int, size: int = 40) -> State:

@@ -50,7 +50,7 @@ class Saving:
             made,
             Ranks(),
             fresh=lambda step: None,
-            tell=self.said.append,
+            say=self.said.append,
             warn=self.warned.append,
             behind=behind,
         )
