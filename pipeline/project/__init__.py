@@ -1,1 +1,1 @@
-"""What one project's configuration means: recipes, stores, the user's code, and the code that a run froze."""
+"""Turns a project's configuration into recipes, stores and user code; freezes the code of runs."""

@@ -1,4 +1,4 @@
-"""The image that workers run in: what it is, which folders they must see inside, and whether it can do their work."""
+"""The container image of the workers: its digest, the folders that it must see, and whether it is usable."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 WHERE = "cluster.slurm.container"
 BUILD = "rebuild it for this version as containers/pipeline.def shows"
-OUTSIDE = frozenset(  # folders that an image has for itself
+OUTSIDE = frozenset(  # folders that belong to the image
     Path(f"/{name}")
     for name in ("", "bin", "boot", "dev", "etc", "lib", "lib64", "opt", "proc", "run", "sbin", "sys", "usr", "var")
 )
-# What tells a process that it is in a container: a variable that names the image, or a file.
-LOOK_S = 300.0  # an image may have to be unpacked first
+# Signs that a process runs in a container: a variable that names the image, or a file.
+LOOK_S = 300.0  # includes the time to unpack an image
 LOOK_AGAIN = f"pipeline doctor   ({WHERE}: image, binds, env.PATH)"
 NOT_HERE = 97
 LOOK = f"""\
@@ -55,7 +55,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class ImageContent:
-    """What was found inside an image: versions, empty where a thing is not there."""
+    """Versions found inside an image; empty if not installed."""
 
     python: str = ""
     pipeline: str = ""
@@ -63,7 +63,7 @@ class ImageContent:
 
 
 def with_digest(config: Config) -> Config:
-    """Return a configuration that names the digest of its image; refuse an image that has another than was named."""
+    """Return a configuration with the digest of its image; refuse an image with another digest than the named one."""
     container = config.cluster.slurm.container
     if not is_contained(config):
         return config
@@ -82,14 +82,14 @@ def is_contained(config: Config) -> bool:
 
 
 def image_of(config: Config) -> str:
-    """Return the digest of the image that workers run in, as it was when the run was submitted; empty: in none."""
+    """Return the digest of the workers' image at submission; empty without an image."""
     if not is_contained(config):
         return ""
     return config.cluster.slurm.container.digest or digest_now(config)
 
 
 def digest_now(config: Config) -> str:
-    """Return the digest of the image; of a name that only the nodes can look up, the name itself."""
+    """Return the digest of the image; or its name, if only the nodes can look it up."""
     container, image = config.cluster.slurm.container, str(config.cluster.slurm.container.image)
     if container.runtime == "podman":
         return _digest_of_podmans(config, image)
@@ -102,7 +102,7 @@ def digest_now(config: Config) -> str:
 
 
 def _digest_of_file(config: Config, image: Path) -> str:
-    """Return the digest of an image's bytes, which are read again only when its file has changed."""
+    """Return the digest of an image's bytes; read them again only if the file has changed."""
     facts = image.stat()
     state = [str(image.absolute()), facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino]
     return memo(plans_folder(config), "image", {"file": state}, partial(file_digest, image), str)
@@ -120,7 +120,7 @@ def _digest_of_folder(image: Path) -> str:
 
 
 def _digest_of_podmans(config: Config, image: str) -> str:
-    """Return the id of an image that podman has here."""
+    """Return the id of an image in podman's local storage."""
     done = run_here(config, f"podman image inspect --format '{{{{.Id}}}}' {shell_word(image)}", "podman")
     if done.returncode == NOT_HERE:
         remedy = f'cluster.slurm.setup: ["module load podman"], or another {WHERE}.runtime'
@@ -137,7 +137,7 @@ def _no_image(image: str, why: str) -> SubmissionRefused:
 
 
 def run_here(config: Config, words: str, program: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as jobs do, after the setup lines; it ends with NOT_HERE where its program is not on the PATH."""
+    """Run a command as jobs do, after the setup lines; exit with NOT_HERE if its program is not on the PATH."""
     lines = [*config.cluster.slurm.setup, f"command -v {program} >/dev/null || exit {NOT_HERE}", words]
     command = ["bash", "-eo", "pipefail", "-c", "\n".join(lines)]
     return subprocess.run(
@@ -146,9 +146,9 @@ def run_here(config: Config, words: str, program: str) -> subprocess.CompletedPr
 
 
 def look_inside(config: Config) -> ImageContent | None:
-    """Start the image here, as workers are started, and return its content; None if its runtime is not here.
+    """Start the image here, as workers are started, and return its content; None without its runtime here.
 
-    Raises SubmissionRefused where it does not start.
+    Raise SubmissionRefused if it does not start.
     """
     container = config.cluster.slurm.container
     binds = tuple(bind for bind in container.binds if "$" not in bind.partition(":")[0])
@@ -168,7 +168,7 @@ def look_inside(config: Config) -> ImageContent | None:
 
 
 def refuse_unfit_image(config: Config) -> Iterator[str]:
-    """Refuse an image that workers could not run in, as far as that can be seen here; yield what could not."""
+    """Refuse an image that workers cannot run in; yield the checks that are impossible here."""
     container = config.cluster.slurm.container
     for bind in container.binds:
         source = bind.partition(":")[0]
@@ -191,7 +191,7 @@ def refuse_unfit_image(config: Config) -> Iterator[str]:
 
 
 def _look_for_pyxis(config: Config) -> Iterator[str]:
-    """Refuse pyxis where srun does not know it; only a job could look into an image."""
+    """Refuse pyxis if srun does not know it; only a job could look into the image."""
     done = run_here(config, "srun --help", "srun")
     if "--container-image" not in done.stdout:
         remedy = f"--set {WHERE}.runtime=apptainer, or ask the site for pyxis"
@@ -201,19 +201,19 @@ def _look_for_pyxis(config: Config) -> Iterator[str]:
 
 
 def folders_inside(config: Config, beside: Path | None = None) -> tuple[str, ...]:
-    """Return the folders that workers must see inside an image: this one, the runs, and all that the settings name.
+    """Return the folders that workers must see in an image: the current one, the runs, and all that settings name.
 
-    `beside` is the folder of the user's own modules. None where there is no image.
+    `beside` is the folder of the user's modules. None without an image.
     """
     if not is_contained(config):
         return ()
     plain = config.model_dump(mode="json")
-    plain["cluster"] = {"runs": str(config.cluster.runs)}  # what else stands there is the scheduler's
+    plain["cluster"] = {"runs": str(config.cluster.runs)}  # the other placeholders are the scheduler's
     named = [str(Path.cwd()), str(beside or ""), *_texts(plain)]
     for embed in (config.embed, *config.embed.also.values()):
-        with suppress(ConfigError):  # not there: the stage that needs it says so
+        with suppress(ConfigError):  # missing: the stage that needs it reports it
             named.append(str(find_checkpoint(embed.weights)))
-    words = chain(named, *(text.split() for text in named))  # a command names several
+    words = chain(named, *(text.split() for text in named))  # a command may name several paths
     folders = {folder for word in words if word.startswith("/") for folder in _to_bind(Path(word))}
     for folder in folders:
         if set(str(folder)) & set(":,"):
@@ -233,9 +233,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _to_bind(path: Path) -> Iterator[Path]:
-    """Yield the folder of a path, as it is written and where it really is; never one that an image has for itself.
+    """Yield the folder of a path as written and resolved; never a folder that belongs to the image.
 
-    What is not there yet is made in the nearest folder that is.
+    A path that does not exist yet will be made in its nearest existing parent.
     """
     with suppress(OSError, ValueError):
         for place in {path, Path(os.path.realpath(path))}:

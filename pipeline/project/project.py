@@ -1,4 +1,4 @@
-"""A configuration translated for the code below: data sources, recipes, stores and executors."""
+"""Turns a configuration into data sources, recipes, stores and executors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 def _chosen(kind: type[T], section: Section, **more: Any) -> T:
-    """Return a value whose fields are settings of a section, by the same names, and what else is given."""
+    """Return a value whose fields are the settings of the same names in a section, and `more`."""
     names = {entry.name for entry in fields(kind)} - more.keys()  # type: ignore[arg-type]  # a dataclass
     return kind(**{name: getattr(section, name) for name in names}, **more)
 
@@ -89,11 +89,11 @@ class Encoding:
     settings: EngineSettings
     shelves: embed.EmbedShelves
     verify_bytes: int
-    source: Callable[[], EncoderSource]  # loads what encodes
-    named: Container[bytes] = ()  # what a damage list names
+    source: Callable[[], EncoderSource]  # loads the encoder
+    named: Container[bytes] = ()  # records that a damage list names
 
     def verifier(self) -> embed.EmbeddingVerifier:
-        """Return the look-up of embeddings by sequence, which checks what it finds."""
+        """Return the verified look-up of embeddings by sequence."""
         records = WholeRecords(self.shelves.embeddings, self.verify_bytes, self.named)
         return embed.EmbeddingVerifier(self.recipe, records)
 
@@ -107,7 +107,7 @@ class Encoding:
         named: Container[bytes] = (),
         beside: Path | None = None,
     ) -> Encoding:
-        """Find the weights, or the user's own encoder, and resolve the section."""
+        """Find the weights or the user's encoder, and resolve the section."""
         if config.embed.is_own:
             weights, source = encoder_code(config, beside).facts, partial(own_source, config, beside)
         else:
@@ -125,7 +125,7 @@ class Encoding:
 
 
 def _checkpoint(config: Config, beside: Path | None) -> Path:
-    """Return the encoder's checkpoint; where an exported model lacks it, the error names the one it takes."""
+    """Return the encoder's checkpoint; if an exported model lacks it, the error names the right one."""
     try:
         return find_checkpoint(config.embed.weights)
     except ConfigError as error:
@@ -147,10 +147,10 @@ class Graphs:
     recipe: GraphRecipe
     store: Store
     verify_bytes: int
-    named: Container[bytes] = ()  # what a damage list names
+    named: Container[bytes] = ()  # records that a damage list names
 
     def verifier(self, *, limited: bool) -> WholeRecords:
-        """Return the look-up of graphs, which checks what it finds, at most so many bytes where `limited`."""
+        """Return the verified look-up of graphs; `limited` verifies at most `cache.verify_bytes`."""
         return WholeRecords(self.store, self.verify_bytes if limited else sys.maxsize, self.named)
 
 
@@ -190,7 +190,7 @@ def embedding_recipe(config: Config, weights: CheckpointFacts) -> EmbeddingRecip
 def _long_sequences(config: Config, weights: CheckpointFacts) -> dict[str, Any]:
     """Return the part of a recipe about long sequences.
 
-    What an encoder does not take as one goes in windows, where nothing else is said.
+    By default, sequences too long for the encoder are cut into windows.
     """
     long, longest = config.embed.long, weights.longest
     if not longest:
@@ -234,7 +234,7 @@ def device_of(config: Config) -> str:
 
 
 def settings_of(config: Config) -> EngineSettings:
-    """Return the settings of embedding that change its speed and never a result."""
+    """Return the settings of embedding that change its speed but no result."""
     batch, resources = config.embed.batch, config.cluster.embed
     return EngineSettings(
         policy=batch.policy,
@@ -246,7 +246,7 @@ def settings_of(config: Config) -> EngineSettings:
 
 
 def asked_bytes(resources: Resources, planned_bytes: int) -> int:
-    """Return the memory of a task: as configured, for the task or for each GPU, else as planned."""
+    """Return the memory of a task: configured (for the task or each GPU), else planned."""
     if resources.mem_per_gpu is not None:
         return int(resources.mem_per_gpu) * resources.gpus
     return planned_bytes if resources.mem == "auto" else int(resources.mem)
@@ -254,7 +254,7 @@ def asked_bytes(resources: Resources, planned_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Project:
-    """A configuration with its recipes, its cache and its executor, as the stages use it."""
+    """A configuration with its recipes, cache and executor, for the stages."""
 
     config: Config
     source: SourceSpec
@@ -263,8 +263,8 @@ class Project:
     cache: CacheFolder
     remember: bool  # whether look-ups may be recorded in the cache
     beside: Path | None = None  # folder of the user's own modules
-    only: Only = EVERYTHING  # records that may be made
-    executor: Executor | None = None  # that runs its tasks, where one is open
+    only: Only = EVERYTHING  # records that a run may make
+    executor: Executor | None = None  # the open executor, if any
     made_once: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
@@ -278,9 +278,9 @@ class Project:
         only: Only = EVERYTHING,
         executor: Executor | None = None,
     ) -> Project:
-        """Open the cache of a configuration; its folder is created when something is first stored.
+        """Open the cache of a configuration; its folder is created with the first record.
 
-        An underlying cache that cannot be used raises where `strict`, and is left out with a warning otherwise.
+        If a cache of `cache.under` is unusable: raise if `strict`, else skip it with a warning.
         """
         cache = CacheFolder.over(config.cache.root, config.cache.under)
         for error in cache.left_out:
@@ -293,7 +293,7 @@ class Project:
 
     @contextmanager
     def open_executor(self) -> Iterator[Executor]:
-        """Give the executor that is open, or open one for the block."""
+        """Yield the open executor, or open one for the block."""
         if self.executor is not None:
             yield self.executor
             return
@@ -307,25 +307,25 @@ class Project:
 
     @cached_property
     def encoding(self) -> Encoding:
-        """The weights are read when this is first used."""
+        """The resolved section embed; its first use reads the weights."""
         named = self.only.of("embed")
         return Encoding.open(self.config, self.cache, remember=self.remember, named=named, beside=self.beside)
 
     @cached_property
     def encoders(self) -> Mapping[str, Project]:
-        """The project as it is for each of its encoders, by name: as if it had that one alone."""
+        """Each encoder's project by name, as if that were the only encoder."""
         if not self.config.embed.also:
             return {MAIN: self}
         return {name: replace(self, config=self.config.of_encoder(name), made_once={}) for name in self.config.encoders}
 
     @property
     def encoders_read(self) -> list[Project]:
-        """The same for the encoders whose embeddings items carry, in their order."""
+        """The projects of the encoders whose embeddings items carry, in order."""
         return [self.encoders[name] for name in self.config.encoders_read]
 
 
 class once(Generic[P, T]):  # noqa: N801 - a decorator
-    """Let a function of a project be called once for each, and for each of what else it is given."""
+    """Cache the results of a function in the project that is its first argument."""
 
     def __init__(self, make: Callable[Concatenate[Project, P], T]) -> None:
         self._make = make
@@ -339,7 +339,7 @@ class once(Generic[P, T]):  # noqa: N801 - a decorator
         return made
 
     def known(self, project: Project, /, *more: P.args, **named: P.kwargs) -> T | None:
-        """Return the value that was made before, or None."""
+        """Return the cached value, or None."""
         return project.made_once.get((self, *more, *named.items()))
 
 
@@ -350,12 +350,12 @@ def local_machine(slots: SlotsSection) -> Machine:
 
 
 def stays(config: Config) -> bool:
-    """Tell whether the supervisor is a process that stays until the run has ended, instead of jobs that pay visits."""
+    """Tell whether the supervisor is a process for the whole run, instead of a sequence of jobs (visits)."""
     return config.cluster.executor != "slurm" or config.cluster.supervisor.where == "login"
 
 
 def open_executor(config: Config, poll_s: float | None = None) -> Executor:
-    """Return the executor of a configuration; `poll_s` overrides how often the cluster is asked."""
+    """Return the executor of a configuration; `poll_s` overrides the polling interval."""
     if config.cluster.executor == "slurm":
         from pipeline.cluster.slurm import SlurmExecutor
 

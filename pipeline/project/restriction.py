@@ -1,4 +1,4 @@
-"""The records to which a regenerating run is confined: those that a damage list calls lost."""
+"""Restricts a regenerating run to the records that a damage list calls lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.store.maintenance.damage_report import DamageFinding
     from pipeline.store.store import Store
 
-# Faults of a whole shard, whose content is unknown: then everything that is missing of its kind may be made.
+# Faults of a whole shard of unknown content: a run may then make all missing records of its kind.
 FAULTS_WITHOUT_KEYS = frozenset({Fault.TABLE, Fault.UNREADABLE, Fault.GONE})
 AT_ONCE = 4096  # findings whose records are looked up together
 ABOUT, SUFFIX = "about.json", ".keys"
@@ -55,8 +55,8 @@ class Keys(Collection[bytes]):
 class Only:
     """The records that a run may make; without a list, all."""
 
-    source: str = ""  # the list
-    keys: Mapping[str, Keys] = field(default_factory=dict)  # kind → what the list names
+    source: str = ""  # the damage list
+    keys: Mapping[str, Keys] = field(default_factory=dict)  # kind → the listed records
     whole_kinds: frozenset[str] = frozenset()  # kinds with a lost shard of unknown content
 
     @property
@@ -73,7 +73,7 @@ class Only:
         return sum(map(len, self.keys.values()))
 
     def of(self, kind: str) -> Keys:
-        """Return the keys of a kind that the list names."""
+        """Return the listed keys of a kind."""
         return self.keys.get(kind, Keys())
 
     def names(self, kind: str, key: bytes) -> bool:
@@ -103,7 +103,7 @@ def only_of(folder: RunFolder) -> Only:
 
 
 def read_list(path: Path, cache: CacheFolder) -> Only:
-    """Return the records that a damage list, or the list of a repair, calls lost; raise where wrong ones remain."""
+    """Return the lost records of a damage list or a repair's list; raise if wrong records are still in place."""
     packed, whole_kinds, in_place = dict[str, bytearray](), set[str](), 0
     stores: dict[str, Store] = {}
     report = read_report(path)
@@ -124,7 +124,7 @@ def read_list(path: Path, cache: CacheFolder) -> Only:
 
 
 def _count_in_place(findings: Sequence[DamageFinding], store: Store) -> int:
-    """Count the records of a kind whose content is wrong and that are still where they were found."""
+    """Count the records with wrong content that are still in place."""
     of_kind = (finding for finding in findings if finding.kind == store.kind and finding.key and finding.lost)
     wrong = [finding for finding in of_kind if finding.fault is Fault.MEANING]
     places = store.locate([bytes.fromhex(finding.key) for finding in wrong]) if wrong else []
@@ -133,7 +133,7 @@ def _count_in_place(findings: Sequence[DamageFinding], store: Store) -> int:
 
 
 def _open(path: Path, kind: str, cache: CacheFolder, stores: dict[str, Store]) -> None:
-    """Open the store of a kind, once; refuse a name that is no kind, as it becomes a file name."""
+    """Open the store of a kind, once; refuse unknown kinds, as the name becomes a file name."""
     try:
         if kind not in stores:
             stores[kind] = cache.kind(kind)

@@ -1,4 +1,4 @@
-"""The code of a run: a frozen copy of this package and of the user's task or reader, and how those are loaded."""
+"""The code of a run: freezes this package and the user's task or reader, and loads them."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from pipeline.protocol import Encoder, Reader, Task
 
 PACKAGE = Path(pipeline.__file__).parent
-BESIDE = ("sbatch", "configs")  # data that lies beside the package in a checkout, and in pipeline/data in a wheel
+BESIDE = ("sbatch", "configs")  # data next to the package in a checkout, in pipeline/data in a wheel
 COPIES = ".code"
-WORKER, SUPERVISOR = "pipeline.engine.worker", "pipeline.engine.supervisor"  # modules that jobs begin with
+WORKER, SUPERVISOR = "pipeline.engine.worker", "pipeline.engine.supervisor"  # modules that jobs start
 TASK_SERVER = "pipeline.engine.task_server"
 
 
 def freeze(runs: Path) -> Path:
-    """Return the folder of a copy of this package, which is made unless there is one."""
+    """Return the folder of a frozen copy of this package; make it if it does not exist."""
     return freeze_files(sorted(_files()), runs)
 
 
 def freeze_files(files: list[tuple[str, Path]], runs: Path) -> Path:
-    """Return the folder of a copy of files, given by name and source, which is made unless there is one."""
+    """Return the folder of a frozen copy of these files (name → source); make it if it does not exist."""
     copy = _own_folder(runs) / digest_of(files)
     if not copy.exists():
         _publish(files, copy)
@@ -55,7 +55,7 @@ def freeze_files(files: list[tuple[str, Path]], runs: Path) -> Path:
 
 
 def _own_folder(runs: Path) -> Path:
-    """Return the folder of copies, which only this user can enter: its content is executed."""
+    """Return the folder of copies. Only this user can enter it, because its content is executed."""
     with writing_run(runs):
         runs.mkdir(parents=True, exist_ok=True)
         mine = user_on(runs)
@@ -73,7 +73,7 @@ def _own_folder(runs: Path) -> Path:
 
 @cache
 def package_digest() -> str:
-    """Return the digest of this package, as this process first saw it: that is the code that it runs."""
+    """Return the digest of this package as this process loaded it."""
     return digest_of(sorted(_files()))
 
 
@@ -103,7 +103,7 @@ def _publish(files: list[tuple[str, Path]], copy: Path) -> None:
             for name, path in files:
                 target = partial / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(path, target)  # with its time, by which Python knows whose bytecode it has
+                shutil.copy2(path, target)  # keeps the time, by which Python matches bytecode
                 compiled = Path(cache_from_source(path))
                 if path.suffix == ".py" and compiled.is_file():
                     compiled_target = Path(cache_from_source(target))
@@ -113,7 +113,7 @@ def _publish(files: list[tuple[str, Path]], copy: Path) -> None:
         except OSError:
             shutil.rmtree(partial, ignore_errors=True)
             if not copy.exists():
-                with suppress(OSError):  # not empty: it holds other copies
+                with suppress(OSError):  # not empty: other copies
                     copy.parent.rmdir()
                 raise
 
@@ -144,7 +144,7 @@ ENCODER = CodeKind("encoder", "embed.encoder", ("model", "tokenize", "forward"))
 
 
 def load_task(name: str | None, options: Mapping[str, Any] | None = None, *, beside: Path | None = None) -> Task:
-    """Return the task of that name; its module is looked for in `beside` first, mostly the configuration's folder."""
+    """Load the task of that name; look for its module first in `beside`, mostly the configuration's folder."""
     if not name:
         remedy = "--set train.task=package.module:Name   (its methods: pipeline/protocol.py)"
         raise ConfigError("train.task is not set: nothing to plan or train", where=TASK.where, remedy=remedy)
@@ -152,21 +152,21 @@ def load_task(name: str | None, options: Mapping[str, Any] | None = None, *, bes
 
 
 def load_reader(name: str, path: Path, options: Mapping[str, Any], *, beside: Path | None = None) -> Reader:
-    """Return the reader of that name for the data at a path; its module is found like a task's."""
+    """Load the reader of that name for the data at a path; its module is found like a task's."""
     return _load(READER, name, {**options, "path": path}, beside)  # type: ignore[no-any-return]
 
 
 def load_encoder(name: str, weights: Path, options: Mapping[str, Any], *, beside: Path | None = None) -> Encoder:
-    """Return the encoder of that name, called with its weights where it takes them; it is found like a task."""
+    """Load the encoder of that name, with its weights if it takes them; its module is found like a task's."""
     return _load(ENCODER, name, options, beside, {"weights": weights})  # type: ignore[no-any-return]
 
 
 def _load(
     kind: CodeKind, name: str, options: Mapping[str, Any], beside: Path | None, offered: Mapping[str, Any] = NOTHING
 ) -> Any:
-    """Import a class and return an instance made with these options; raise ConfigError for whatever goes wrong.
+    """Import a class and return an instance made with these options; any error becomes a ConfigError.
 
-    What is offered is given to a class that takes it.
+    A class gets those of the `offered` arguments that it takes.
     """
     module_name, _, class_name = name.partition(":")
     if beside is not None and str(beside) not in sys.path:
@@ -195,7 +195,7 @@ def _load(
     options = {**options} | {key: value for key, value in offered.items() if takes(own_class, key)}
     try:
         made = own_class(**options) if callable(own_class) else own_class
-    except PipelineError as error:  # which explains itself
+    except PipelineError as error:  # it explains itself
         error.next = error.next or CORRECT
         raise
     except (Exception, SystemExit) as error:
@@ -209,9 +209,9 @@ def _load(
 
 @contextmanager
 def imported_afresh(folder: Path) -> Iterator[None]:
-    """Import the user's own modules anew within the block, and leave those that were imported, and sys.path, alone.
+    """Import fresh copies of the user's modules within the block; restore the imported ones and sys.path after it.
 
-    So a process can work on projects whose modules have the same names, and sees what was edited meanwhile.
+    So a process can work on projects with equally named modules, and sees edits.
     """
     paths, before = list(sys.path), _own_modules({folder, Path.cwd()})
     for name in before:
@@ -226,7 +226,7 @@ def imported_afresh(folder: Path) -> Iterator[None]:
 
 
 def _own_modules(folders: set[Path]) -> dict[str, ModuleType]:
-    """Return the imported modules that lie in folders, or whose names files there have."""
+    """Return the imported modules from these folders, or with the names of files there."""
     named = {file.stem for folder in folders for file in folder.glob("*.py")}
     own = {name for name, module in sys.modules.items() if name in named or _root_of(module) in folders}
     own -= {PACKAGE.name, "__main__"}
@@ -235,13 +235,13 @@ def _own_modules(folders: set[Path]) -> dict[str, ModuleType]:
 
 def _root_of(module: ModuleType) -> Path | None:
     """Return the folder that a module or a package lies in."""
-    known = getattr(module, "__dict__", {})  # what is in sys.modules may be no module
+    known = getattr(module, "__dict__", {})  # sys.modules may hold other objects
     places = [*known.get("__path__", ()), known.get("__file__")]
     return Path(places[0]).parent if isinstance(places[0], str) else None
 
 
 def _refuse_namesake(error: ImportError, kind: CodeKind, beside: Path | None) -> None:
-    """Raise where the missing module is in a `pipeline` of the user's, which this package hides."""
+    """Raise if the missing module is in a package `pipeline` of the user, which this package hides."""
     if (error.name or "").partition(".")[0] != PACKAGE.name:
         return
     for folder in (beside, Path.cwd()):
@@ -253,7 +253,7 @@ def _refuse_namesake(error: ImportError, kind: CodeKind, beside: Path | None) ->
 
 
 def _refuse_unknown(own_class: Any, options: Mapping[str, Any], kind: CodeKind) -> None:
-    """Raise for an option that the class does not take, with the nearest that it does."""
+    """Raise for an option that the class does not take, and suggest the nearest one."""
     try:
         taken = inspect.signature(own_class).parameters
     except (TypeError, ValueError):  # not callable, or of unknown signature
@@ -285,7 +285,7 @@ def sources(own: Task | Reader | Encoder) -> list[tuple[str, Path]]:
     module = sys.modules[type(own).__module__]
     file = Path(inspect.getfile(module)).resolve()
     if PACKAGE in file.parents or "site-packages" in file.parts:
-        return []  # our code is frozen anyway, and installed packages have versions
+        return []  # our code is frozen separately; installed packages have versions
     return sorted(files_from(file.parents[module.__name__.count(".")], module.__name__).items())
 
 
@@ -303,9 +303,9 @@ def files_from(root: Path, module: str) -> dict[str, Path]:
 
 
 def _files_of(root: Path, module: str) -> list[Path]:
-    """Return the files of a module, or of its top package; none where it is not below the root.
+    """Return the files of a module, or of its top package; none if it is outside the root.
 
-    A folder without `__init__.py` counts only if it has the imported module: else it may hold a data set.
+    Of folders without `__init__.py` only the imported module counts: they may hold a data set.
     """
     top, place = root / module.partition(".")[0], root.joinpath(*module.split("."))
     single = top.with_suffix(".py")
@@ -316,7 +316,7 @@ def _files_of(root: Path, module: str) -> list[Path]:
 
 
 def _imported(path: Path) -> list[str]:
-    """Return the modules that a file imports absolutely, without ours; an imported name may be a module, too."""
+    """Return the absolute imports of a file, without ours; an imported name may be a module, too."""
     names: list[str] = []
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -326,13 +326,13 @@ def _imported(path: Path) -> list[str]:
     return [name for name in dict.fromkeys(names) if name.partition(".")[0] != "pipeline"]
 
 
-FIGURES = ("metrics", "outputs")  # methods of a task that tell of a model, and cannot change its weights
+FIGURES = ("metrics", "outputs")  # methods that evaluate a model and cannot change its weights
 
 
 def source_digest(own: Task | Reader | Encoder, without: Container[str] = FIGURES) -> str:
-    """Return the digest of what the user's own code does; empty where there is none.
+    """Return the digest of the user's code; empty without any.
 
-    Comments, formatting and docstrings are not in it, nor are methods of these names of the task itself.
+    It ignores comments, formatting, docstrings, and the methods `without` of the task.
     """
     classes = {base.__name__ for base in type(own).__mro__}
     digest, files = xxhash.xxh3_128(), sources(own)
@@ -366,7 +366,7 @@ def reading_digest(reader: Reader) -> str:
 
 @contextmanager
 def blamed(task: Task) -> Iterator[None]:
-    """Turn what a task's own code raises within the block into a ConfigError; other errors are bugs of ours."""
+    """Turn errors of a task's code within the block into ConfigErrors; other errors are bugs of ours."""
     try:
         yield
     except PipelineError:

@@ -1,7 +1,7 @@
-"""The user's own task and encoder: what they are, without importing them, and digests of their code.
+"""Facts about the user's task and encoder, and digests of their code, without importing them again.
 
-One that was loaded once is known from then on by the bytes of its files, of this package and, of an encoder, of its
-weights, so that torch is not imported when nothing is left to do.
+Facts are remembered under the bytes of their files, of this package and, for an encoder, of its weights. So a run with
+nothing to do imports no torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pipeline.protocol import Encoder
 
 PLANS = ".plans"  # of the runs: remembered results
-_SEEN: dict[str, TaskCode] = {}  # by this process, perhaps before there were runs
+_SEEN: dict[str, TaskCode] = {}  # facts that this process found, perhaps before there were runs
 
 
 def plans_folder(config: Config) -> Path:
@@ -58,25 +58,25 @@ def plans_folder(config: Config) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class TaskCode:
-    """What the user's own code of a task is; the digests are empty where there is none."""
+    """Facts about a task's code; digests are empty without user code."""
 
-    weights_digest: str  # the digest of what it does to weights
-    outputs_digest: str  # and of what it outputs_digest of a model
+    weights_digest: str  # digest of the code that can change weights
+    outputs_digest: str  # digest of that code and of the methods that evaluate a model
     files: tuple[tuple[str, Path], ...]
-    reads: tuple[Path, ...] = ()  # files besides its items whose content decides what it says
-    samples: int = 1  # answers that it draws for an item where its model is applied
-    listed: str = ""  # the digest of the names around the files that it reads; empty: it reads none
-    asked: str = ""  # the digest of all that it follows from; empty where that is not known
+    reads: tuple[Path, ...] = ()  # files, besides its items, whose content decides its results
+    samples: int = 1  # answers that it draws for an item in evaluations and predictions
+    listed: str = ""  # digest of the names around the files that it reads; empty: it reads none
+    asked: str = ""  # digest of everything that these facts follow from; empty if unknown
 
     def remembered(self, config: Config, what: Any, make: Callable[[], int]) -> int:
-        """Return a number that follows from the task and `what`, as it was found out before, or as `make` finds it."""
+        """Return the remembered number for this task and `what`, or make and remember it."""
         if not self.asked:
             return make()
         return memo(plans_folder(config), "of task", {"task": self.asked, "what": what}, make, int)
 
 
 def task_code(config: Config, beside: Path | None) -> TaskCode:
-    """Return a configuration's task, which is loaded unless it was before with the same files."""
+    """Return the facts about the configured task; load it unless its files are unchanged."""
     train, folder = config.train, plans_folder(config)
     named, was_imported = named_files(train.task or "", beside), is_imported(train.task or "")
     if named is None:
@@ -84,7 +84,7 @@ def task_code(config: Config, beside: Path | None) -> TaskCode:
     asked = _asked_of_task(config, named)
     kept = recall(folder, "task", {"of": asked}, TaskCode)
     known = _SEEN.get(asked, None if was_imported else kept)
-    if known and known.listed == (known.listed and _names_around(known.reads, train)):  # it reads no other files now
+    if known and known.listed == (known.listed and _names_around(known.reads, train)):  # it still reads the same files
         if kept is None:
             remember(folder, "task", {"of": asked}, known)
         return replace(known, files=tuple((name, named[name]) for name, _ in known.files))
@@ -92,13 +92,13 @@ def task_code(config: Config, beside: Path | None) -> TaskCode:
     is_ours = (train.task or "").startswith(f"{PACKAGE.name}.")
     is_whole = bool(code.files or is_ours) and dict(code.files).items() <= named.items()
     if was_imported or not is_whole or asked != _asked_of_task(config, named_files(train.task or "", beside)):
-        return code  # it is of an installed package, of elsewhere, or it changed meanwhile
+        return code  # from an installed package or elsewhere, or changed meanwhile
     _SEEN[asked] = replace(code, asked=asked)
     return remember(folder, "task", {"of": asked}, _SEEN[asked])
 
 
 def _loaded_task(train: TrainSection, beside: Path | None) -> TaskCode:
-    """Load a task and return what it is."""
+    """Load a task and find its facts."""
     task = load_task(train.task, train.options, beside=beside)
     _check_stages(train, beside)
     reads = tuple(task.files_read()) if isinstance(task, ReadsFiles) else ()
@@ -113,18 +113,18 @@ def _loaded_task(train: TrainSection, beside: Path | None) -> TaskCode:
 
 
 def _names_around(reads: Iterable[Path], train: TrainSection) -> str:
-    """Return a digest of the names in all folders that a task may have listed for the files that it reads."""
+    """Return a digest of the names in all folders in which a task may have looked for files."""
     options = chain(train.options.values(), *(stage.options.values() for stage in train.curriculum))
     named = [Path(value) for value in options if isinstance(value, str) and os.sep in value]
     names = dict[str, list[str]]()
     for folder in sorted({*named, *(path.parent for path in (*named, *reads))}):
-        with suppress(OSError):  # it is a file, is not there, or this user may not look
+        with suppress(OSError):  # a file, a missing folder, or no permission
             names[str(folder)] = sorted(path.name for path in folder.iterdir())
     return recipe_key("names around", names).hex()
 
 
 def _check_stages(train: TrainSection, beside: Path | None) -> None:
-    """Raise where the task does not take the options of a stage of the curriculum."""
+    """Raise if the task does not take the options of a phase of the curriculum."""
     for name, stage in train.stages.items():
         try:
             if stage.options:
@@ -135,13 +135,13 @@ def _check_stages(train: TrainSection, beside: Path | None) -> None:
 
 
 def is_imported(task: str) -> bool:
-    """Tell whether a module is imported, which may be another than one finds now; one of ours is what it is."""
+    """Tell whether a user's module is imported: its file may have changed since."""
     top = task.partition(":")[0].partition(".")[0]
     return top != PACKAGE.name and top in sys.modules
 
 
 def named_files(task: str, beside: Path | None) -> dict[str, Path] | None:
-    """Return the files that a task's module would be imported from, and of all that these import beside them."""
+    """Return the files that a task's module would be imported from, with their imports from the same root."""
     module = task.partition(":")[0]
     top = module.partition(".")[0]
     if top == PACKAGE.name:
@@ -150,7 +150,7 @@ def named_files(task: str, beside: Path | None) -> dict[str, Path] | None:
     found = PathFinder.find_spec(top, [*first, *sys.path, str(Path.cwd())]) if top else None
     places = [] if found is None else list(found.submodule_search_locations or filter(None, [found.origin]))
     if len(places) != 1 or "site-packages" in Path(places[0]).parts:
-        return None  # installed packages may change in ways that their modules do not show
+        return None  # installed packages may change without a change of these files
     return files_from(Path(places[0]).resolve().parent, module) or None
 
 
@@ -163,14 +163,14 @@ def _asked_of_task(config: Config, files: dict[str, Path] | None) -> str:
     return recipe_key("task", facts | {"python": sys.version}).hex()
 
 
-OWN = "own"  # the family of what a class encodes
-_MOST = {"width": 1_000_000, "layers": 10_000, "longest": 1_000_000_000}  # beyond them a number is a mistake
+OWN = "own"  # the family of encoders that are classes
+_MOST = {"width": 1_000_000, "layers": 10_000, "longest": 1_000_000_000}  # a larger number is a mistake
 _LEAST = {"width": 1, "layers": 1, "longest": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderCode:
-    """What a class that encodes is, its weights' files included."""
+    """Facts about an encoder class and its weights' files."""
 
     facts: CheckpointFacts
     files: tuple[tuple[str, Path], ...]  # the user's own code
@@ -178,11 +178,11 @@ class EncoderCode:
 
 
 def encoder_code(config: Config, beside: Path | None) -> EncoderCode:
-    """Return a configuration's own encoder, which is loaded unless it was before with the same files."""
+    """Return the facts about the configured encoder class; load it unless its files are unchanged."""
     embed, folder = config.embed, plans_folder(config)
     named, states = named_files(embed.encoder, beside), _states(embed.weights)
     asked = _asked_of_encoder(config, named, states)
-    was_imported = is_imported(embed.encoder)  # perhaps from other bytes than those that one finds now
+    was_imported = is_imported(embed.encoder)  # perhaps from older bytes
     if named is not None and not was_imported:
         known = recall(folder, "encoder", asked, EncoderCode)
         if known and _states_of(Path(path) for path, *_ in known.reads) == list(known.reads):
@@ -221,7 +221,7 @@ def _facts(config: Config, encoder: Encoder, states: list[FileState]) -> Checkpo
         "weights": [(_name_in(weights, file), sha256_of(file)) for file in _files(weights)] if is_weighted else [],
         "is": [width, layers, longest, letters],
     }
-    if isinstance(encoder, hugging_face.HuggingFace):  # their code makes the tokens, and the rows
+    if isinstance(encoder, hugging_face.HuggingFace):  # their code makes the tokens and the rows
         made_of["library"] = hugging_face.library_version()
     if read := _read(encoder):
         made_of["reads"] = [(file.name, sha256_of(file)) for file in read]
@@ -242,7 +242,7 @@ def _read(encoder: Encoder) -> list[Path]:
 
 
 def _number(encoder: Encoder, name: str, key: str) -> int:
-    """Return a whole number that an encoder says of itself."""
+    """Return a whole number that an encoder reports."""
     value = getattr(encoder, key, None)
     if type(value) is not int or not _LEAST[key] <= value <= _MOST[key]:
         what = f"{key} of {name} is {value!r}; it must be a whole number of at least {_LEAST[key]}"
@@ -260,7 +260,7 @@ def _letters(encoder: Encoder, name: str) -> str:
 
 
 def _distribution(encoder: Encoder) -> str:
-    """Return the version of the installed package that an encoder is of; empty where it is of none, or ours."""
+    """Return the version of the installed package that has the encoder; empty for ours and local modules."""
     top = type(encoder).__module__.partition(".")[0]
     if top == PACKAGE.name:
         return ""
@@ -280,7 +280,7 @@ def _of_unnamed(package: ModuleType) -> str:
 
 
 def _asked_of_encoder(config: Config, files: Mapping[str, Path] | None, states: list[FileState]) -> dict[str, Any]:
-    """Return all that the facts follow from."""
+    """Return everything that the facts follow from."""
     return {
         "read": _named_states(config),
         "encoder": config.embed.encoder,
@@ -295,7 +295,7 @@ def _asked_of_encoder(config: Config, files: Mapping[str, Path] | None, states: 
 
 
 def _named_states(config: Config) -> list[FileState]:
-    """Return the same of the files that options name, as far as one can tell before the encoder is asked."""
+    """Return the states of the files that options seem to name."""
     named = [Path(value) for value in config.embed.options.values() if isinstance(value, str)]
     return [state for path in named if path.is_absolute() for state in _states(path)]
 
@@ -306,12 +306,12 @@ def _states(weights: Path) -> list[FileState]:
 
 
 def _states_of(paths: Iterable[Path]) -> list[FileState]:
-    """Return the states of files; of one that is not there, none."""
+    """Return the states of files; None for a missing one."""
     return [state_of(path, path.stat()) for path in paths if path.is_file()]
 
 
 def _files(weights: Path) -> list[Path]:
-    """Return the files of the weights: the one, or all below a folder that are not hidden; none where none is."""
+    """Return the files of the weights: a file, or all visible ones in a folder tree; empty if missing."""
     if weights.is_dir():
         below = sorted(path for path in weights.iterdir() if not path.name.startswith("."))
         return [file for path in below for file in _files(path)]
@@ -319,5 +319,5 @@ def _files(weights: Path) -> list[Path]:
 
 
 def _name_in(weights: Path, file: Path) -> str:
-    """Return the name of a file of the weights, of one in a folder its place there."""
+    """Return the name of a file of the weights, within their folder if they are one."""
     return file.name if file == weights else file.relative_to(weights).as_posix()

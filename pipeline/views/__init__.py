@@ -1,1 +1,1 @@
-"""What people are shown of a run: estimates before it, efficiency after it, its page."""
+"""Answers for people: estimates, why, explain, efficiency, comparisons, the HTML report."""

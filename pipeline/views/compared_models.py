@@ -1,4 +1,4 @@
-"""Trainings compared (`pipeline compare`): those of runs, with all points of a sweep, and models by name.
+"""Compares trainings (`pipeline compare`): those of runs, all points of a sweep, and models by name.
 
 Their settings that differ, the best metrics and means over seeds, as data, as text, and as the charts of a page.
 """
