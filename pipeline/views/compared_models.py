@@ -1,6 +1,6 @@
 """Compares trainings (`pipeline compare`): those of runs, all points of a sweep, and models by name.
 
-Their settings that differ, the best metrics and means over seeds, as data, as text, and as the charts of a page.
+It shows different settings, best metrics and means over seeds, as data, text and charts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHOWN_MOST = 28  # characters of a setting's value in a table
 TRAIN = "train"
 LOSS = "loss"
 SHORT = 8  # digits of a digest
-CURVES, LINES, NAMED = 8, 60, 8  # of a comparison: charts; the best models of each; those in its legend
+CURVES, LINES, NAMED = 8, 60, 8  # charts of a comparison; models in a chart; models in its legend
 STYLES = ("", "dashed", "thin")
 LARGE = (Size(920, 360, "wide"), Size(*SMALL[:2], "narrow"))
 
@@ -57,27 +57,27 @@ class ComparedModel:
     name: str  # of its folder
     folder: str
     state: str  # done, pruned, not done
-    settings: Mapping[str, Any]  # everything that decides its outcome, by flat names
+    settings: Mapping[str, Any]  # all settings of its recipe, by dotted names
     epochs: int
     steps: int
     hours: float
-    planned_bytes: int  # of a rank's device; 0: unknown
+    planned_bytes: int  # peak of a rank's device; 0: unknown
     peak_bytes: int
     curves: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)  # metric → (epoch, value)
-    point: str = ""  # of the sweep that it was named by
+    point: str = ""  # its point in the sweep, by which it was named
     why: str = ""  # it was pruned
-    names: Mapping[str, str] = field(default_factory=dict)  # of what is known by digest: its table and its weights
-    best_epoch: int | None = None  # by the metric that is compared
+    names: Mapping[str, str] = field(default_factory=dict)  # digest → name of its table and its weights
+    best_epoch: int | None = None  # by the compared metric
     best: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Trainings that differ in nothing but their seed."""
+    """Trainings that differ only in their seed."""
 
     settings: Mapping[str, Any]  # those that differ between groups
     models: Sequence[str]
-    known: int  # of them, with a metric
+    known: int  # models with a metric
     mean: float | None
     deviation: float | None  # None: of fewer than two
     hours: float
@@ -95,7 +95,7 @@ class Comparison:
     groups: Sequence[Group]
 
     def cell(self, value: Any) -> str:
-        """Return a setting's value for a table: a digest by the name of its file."""
+        """Format a setting for a table: a digest becomes the name of its file."""
         known = {digest: name for model in self.models for digest, name in model.names.items()}
         return brief(known.get(value, value) if isinstance(value, str) else value)
 
@@ -105,7 +105,7 @@ class Comparison:
         return model.point or differing or model.name
 
     def settings_of(self, model: ComparedModel) -> dict[str, Any]:
-        """Return the settings of a model that are not the same everywhere."""
+        """Return the settings of a model that differ between models."""
         return {name: model.settings.get(name) for name in self.differing}
 
     def to_json(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def compared(models: Sequence[ComparedModel], metric: str, *, lower: bool) -> Co
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the settings that are not the same everywhere, in the order of their first appearance."""
+    """Return the settings that differ between models, in the order of their first appearance."""
     names = dict.fromkeys(name for known in settings for name in known)
     return [name for name in names if len({json.dumps(known.get(name), sort_keys=True) for known in settings}) > 1]
 
@@ -229,13 +229,13 @@ def curve_charts(shown: Comparison) -> Iterator[Chart]:
 
 
 def compared_data(shown: Comparison) -> dict[str, Any]:
-    """Return what a page shows of a comparison, by the names that its template uses."""
+    """Return the data of a comparison for the template of its page."""
     data = {"compared": shown, "curves": list(curve_charts(shown))}
     return data | {"model_columns": model_columns(shown), "seed_columns": seed_columns(shown)}
 
 
 def models_of_run(folder: RunFolder) -> list[ComparedModel]:
-    """Return the trainings of a run that have begun; none where it trains nothing."""
+    """Return the trainings of a run that have begun."""
     try:
         trainings = read_trainings(folder)
     except (OSError, ValueError):  # it trains nothing, or its plan is of another version
@@ -268,7 +268,7 @@ def read_model(path: Path, point: str = "") -> ComparedModel:
         name=path.name,
         folder=str(path),
         state=State.DONE if is_over else State.PRUNED if pruned else State.UNDONE,
-        settings=dict(flat({**prepared.recipe, "epochs": prepared.epochs})),  # a recipe may leave that open
+        settings=dict(flat({**prepared.recipe, "epochs": prepared.epochs})),  # a recipe may lack it
         epochs=trained,
         steps=epochs[-1].step if epochs else 0,
         hours=sum(epoch.wall_s for epoch in epochs) / 3600,
@@ -282,7 +282,7 @@ def read_model(path: Path, point: str = "") -> ComparedModel:
 
 
 def _config_of(made: ModelFolder) -> Config | None:
-    """Return the configuration that a model was trained with; None where it is missing or of another version."""
+    """Return the configuration that a model was trained with; None if missing or of another version."""
     with suppress(PipelineError):
         return read_resolved(made.settings)
     return None
@@ -293,7 +293,7 @@ def _validation(config: Config | None) -> ValidationSection:
 
 
 def _names(prepared: Prepared, config: Config) -> dict[str, str]:
-    """Return the file names of a training's table and weights by their digests, which the names repeat in short."""
+    """Return digest → file name of a training's table and weights, with a short digest in the name."""
     weights = prepared.recipe.get("embeddings", {}).get("weights", "")
     named = {prepared.table: config.data.path, weights: config.embed.weights}
     return {digest: f"{path.name} {digest[:SHORT]}" for digest, path in named.items() if digest}

@@ -1,4 +1,4 @@
-"""What the stages of a run requested and used, what the next run should request, and `pipeline report` as text."""
+"""Compares requested with used resources of a run's stages, and suggests better requests (`pipeline report`)."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 TIME_MARGIN = 1.5
 TIME_STEP_S = 300
 SPARE_CPUS = 0.5  # efficiency below which fewer cores are suggested
-LONG_S = 30.0  # of shorter tasks most is their start
-IDLE_GPU = 0.5  # share of busy time below which it is worth saying
-SLICE_MARGIN, LEAST_SLICED = 1.1, 20 * GIB  # smaller GPUs have no slices
+LONG_S = 30.0  # shorter tasks spend most of their time on starting
+IDLE_GPU = 0.5  # report GPUs that are busy less than this share of time
+SLICE_MARGIN, LEAST_SLICED = 1.1, 20 * GIB  # only larger GPUs have slices
 DEFAULT = "default"
 COLUMNS: tuple[Column, ...] = (
     ("STAGE", "stage"), ("TASKS", "tasks", "count"), ("TRIES", "attempts", "count"), ("PEAK", "peak_bytes", "bytes"),
@@ -76,7 +76,7 @@ class Suggested:
 
 @dataclass(frozen=True, slots=True)
 class StageUse:
-    """What the attempts at a stage's tasks requested and used; None: not measured."""
+    """Requested and used resources of a stage's attempts; None: not measured."""
 
     stage: str
     tasks: int
@@ -85,11 +85,11 @@ class StageUse:
     causes: dict[str, int]
     cpus: int
     gpus: int
-    asked_bytes: int | None  # the most that an attempt was given
-    first_bytes: int | None  # what the first attempts were given
+    asked_bytes: int | None  # the highest limit of an attempt
+    first_bytes: int | None  # the limit of first attempts
     peak_bytes: int | None  # the highest of all attempts
     median_peak_bytes: int | None
-    mem_used: float | None  # of the memory asked for, weighted by time
+    mem_used: float | None  # used part of the requested memory, weighted by time
     cpu_used: float | None
     limit_s: int | None
     longest_s: float | None
@@ -102,13 +102,13 @@ class StageUse:
     core_hours: float
     gpu_hours: float
     planned_bytes: int | None
-    why: str  # where the memory of the first attempts was from
+    why: str  # the source of the first attempts' memory request
     suggested: tuple[Suggested, ...]
     advice: tuple[str, ...] = ()  # unused resources, in words
 
 
 def stage_uses(folder: RunFolder, status: RunStatus) -> list[StageUse]:
-    """Return what each stage with tasks has used."""
+    """Return the use of each stage with tasks."""
     config = read_resolved(folder.config)
     parts = [part for stage in status.in_order() for part in stage.by_part()]
     stages = [stage for stage in parts if any(task.ended for task in stage.work.values())]
@@ -116,7 +116,7 @@ def stage_uses(folder: RunFolder, status: RunStatus) -> list[StageUse]:
 
 
 def suggested_memory(config: Config, planned: StageJob | None) -> Suggestion | None:
-    """Return what the next such tasks should request; None without measurements."""
+    """Return the memory that the next such tasks should request; None without measurements."""
     if planned is None or not planned.recipe:
         return None
     history, cluster = profiles_of(config), cluster_name(config)
@@ -124,7 +124,7 @@ def suggested_memory(config: Config, planned: StageJob | None) -> Suggestion | N
 
 
 def used(stage: StageStatus, config: Config, mem: Suggestion | None) -> StageUse:
-    """Return what a stage has used."""
+    """Return the use of a stage."""
     ended = [attempt for task in stage.work.values() for attempt in task.ended]
     ran = [(attempt, stage.jobs.get(attempt.job, NO_JOB)) for attempt in ended]
     peaks = [attempt.peak_rss_bytes for attempt in ended if attempt.peak_rss_bytes]
@@ -164,12 +164,12 @@ def used(stage: StageStatus, config: Config, mem: Suggestion | None) -> StageUse
 
 
 def _took_s(attempt: Attempt) -> float:
-    """Return how long an attempt ran, with the time before the scheduler requeued it."""
+    """Return the run time of an attempt, including the time before a requeue."""
     return attempt.elapsed_s + attempt.earlier_s
 
 
 def _advice(name: str, config: Config, ran: Ran) -> Iterator[str]:
-    """Yield which CPUs and GPUs were mostly unused, as far as measured, and what would be enough."""
+    """Yield notes on mostly unused CPUs and GPUs, and sufficient requests."""
     resources = config.cluster.resources(name)
     if (cores := _cores(ran)) and cores < resources.cpus:
         yield f"used {cores} of {resources.cpus} CPUs"
@@ -185,26 +185,26 @@ def _advice(name: str, config: Config, ran: Ran) -> Iterator[str]:
 
 
 def _lost(stage: StageStatus) -> list[str]:
-    """Say what starting again has cost."""
+    """Describe the cost of restarts."""
     said = f"{short_seconds(stage.lost_s)} lost to restarts ({len(stage.restarts)} of them in the same job)"
     return [said] if stage.lost_s else []
 
 
 def _slice_for(peak_bytes: int, total_bytes: int) -> int | None:
-    """Return the smallest MIG slice of a GPU that holds so much and a tenth more; None if none does."""
+    """Return the smallest MIG slice that holds this memory and a tenth more, or None."""
     parts = [total_bytes // share for share in (8, 4, 2)] if total_bytes >= LEAST_SLICED else []
     return next((part for part in parts if SLICE_MARGIN * peak_bytes <= part), None)
 
 
 def _share(parts: Iterable[tuple[float | None, float, float]]) -> float | None:
-    """Return used of available by weight; unmeasured or unavailable parts do not count."""
+    """Return the weighted share of used in available, without unmeasured or unavailable parts."""
     known = [(used, available, weight) for used, available, weight in parts if used is not None and available > 0]
     total = sum(available * weight for _, available, weight in known)
     return sum(used * weight for used, _, weight in known) / total if total else None
 
 
 def _suggestions(name: str, config: Config, ran: Ran, mem: Suggestion | None) -> list[Suggested]:
-    """Return better requests for the next run, where they differ from the configured ones."""
+    """Return requests for the next run that are better than the configured ones."""
     key, resources, ended = f"cluster.{name}", config.cluster.resources(name), [attempt for attempt, _ in ran]
     suggestions = []
     if mem is not None and mem.tasks:
@@ -220,7 +220,7 @@ def _suggestions(name: str, config: Config, ran: Ran, mem: Suggestion | None) ->
 
 
 def _asked(ended: Sequence[Attempt]) -> int:
-    """Return the memory that first attempts requested."""
+    """Return the memory that the first attempts requested."""
     return max((attempt.ask.mem_bytes for attempt in ended if attempt.number == 1), default=0)
 
 
@@ -236,7 +236,7 @@ def _cores(ran: Ran) -> int | None:
 def estimates(
     project: Project, plans: Iterable[StagePlan], executor: Executor, origins: Mapping[str, str]
 ) -> list[Estimate]:
-    """Return what each stage would take, and each encoder where there are several."""
+    """Return an estimate for each stage, and for each of several encoders."""
     return [_estimate(project, part, executor, origins) for plan in plans for part in plan.parts()]
 
 
@@ -267,7 +267,7 @@ def _estimate(project: Project, planned: StagePlan, executor: Executor, origins:
 
 
 def _sources(project: Project, planned: StagePlan, origins: Mapping[str, str], pace: float | None) -> dict[str, str]:
-    """Return a line for each number of an estimate that says where it comes from."""
+    """Return a line on the source of each number of an estimate."""
     key, resources = f"cluster.{planned.stage.name}", planned.stage.resources(project.config)
 
     def origin(name: str) -> str:

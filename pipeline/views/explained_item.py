@@ -1,6 +1,6 @@
-"""Why one item has work: from its files, its records, and the lists of earlier runs.
+"""Explains the state of one item from its files, its records and the lists of earlier runs.
 
-Only this item is looked up: run lists are searched as bytes; the source is read only if none has the item.
+It reads only this item: run lists are searched as bytes, and the data source is read only if no list has the item.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from pipeline.store.store import Store
 
 RUNS_LOOKED_AT = 50
-LATER = (StageName.EMBED, StageName.GRAPH, StageName.TRAIN)  # stages after the scan of which items are a part
-NAMED, COMPARED = 5, 200_000  # items with names like one that there is not; that are compared
+LATER = (StageName.EMBED, StageName.GRAPH, StageName.TRAIN)  # stages after the scan that process items
+NAMED, COMPARED = 5, 200_000  # similar names in an error; names that are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class StageOfItem:
 
     stage: str
     because: Because
-    keys: Mapping[str, str] = field(default_factory=dict)  # of its records, by what they are of
+    keys: Mapping[str, str] = field(default_factory=dict)  # record name → its state
 
     def to_json(self) -> dict[str, Any]:
         return {"stage": self.stage, **plain(self.because), "keys": dict(self.keys)}
@@ -73,7 +73,7 @@ class StageOfItem:
 
 @dataclass(frozen=True, slots=True)
 class ItemExplained:
-    """The state of an item, stage by stage."""
+    """The state of an item in each stage."""
 
     id: str
     origin: str
@@ -87,11 +87,11 @@ class ItemExplained:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What earlier runs recorded of an item."""
+    """Records of an item in earlier runs."""
 
-    run: str = ""  # the newest that could use it
-    keys: Mapping[str, str] = field(default_factory=dict)  # of its records there, by stage
-    refused_by: str = ""  # a newer run, or the same
+    run: str = ""  # the newest run that could use the item
+    keys: Mapping[str, str] = field(default_factory=dict)  # stage → keys of its records in that run
+    refused_by: str = ""  # the newest run that rejected it
     refused: str = ""
 
 
@@ -120,7 +120,7 @@ def explain_item(project: Project, name: str) -> ItemExplained:
     if first is None:
         return ItemExplained(name, entry.origin, stages, None)
     because = stages[first].because
-    if listed.refused and not because.changes:  # it is tried again
+    if listed.refused and not because.changes:  # it will be retried
         why = f"{because.why} (run {listed.refused_by} rejected it: {listed.refused})"
         stages[first] = replace(stages[first], because=replace(because, why=why))
     return ItemExplained(name, entry.origin, stages, Command.submit(stages[first].stage))
@@ -148,14 +148,14 @@ def no_item(name: str, names: Sequence[str], where: str) -> ConfigError:
 
 
 def near_names(name: str, names: Sequence[str]) -> list[str]:
-    """Return a few similar names: longer ones in any case first, then close matches."""
+    """Return a few similar names: first longer names (ignoring case), then close matches."""
     holding = sorted((other for other in names if name.lower() in other.lower()), key=len)
     alike = [other for other in islice(names, COMPARED) if abs(len(other) - len(name)) <= 2]
     return list(dict.fromkeys([*holding, *get_close_matches(name, alike, n=NAMED)]))[:NAMED]
 
 
 def _newest_listing(project: Project) -> RunFolder | None:
-    """Return the newest run with this data set; None if its files are newer, or no run has it."""
+    """Return the newest run that listed this data set in its present state, or None."""
     data = project.config.data.model_dump(mode="json")
     named = [path for path in (project.config.data.path, project.config.data.splits) if path and path.is_file()]
     for folder in islice(reversed(runs_in(project.config.cluster.runs)), RUNS_LOOKED_AT):
@@ -173,24 +173,24 @@ def _in_listing(path: Path, name: str) -> Item | Rejection | None:
 
 
 def _entry_in(path: Path, name: str) -> dict[str, Any]:
-    """Return what a list has of an item; empty where it is not there."""
+    """Return the line of an item in a list, or an empty text."""
     entry: dict[str, Any] = json.loads(line_with(path, f'"id": {json.dumps(name)}'.encode()) or "{}")
     return entry
 
 
 def line_with(path: Path, part: bytes) -> bytes:
-    """Return the first line of a file that has a part; empty where none has, or there is no file."""
+    """Return the first line of a file that contains a text; empty without such a line or file."""
     none = (ValueError, OSError)  # an empty file cannot be mapped
     with suppress(*none), path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         if (at := mapped.find(part)) >= 0:
-            at += part.startswith(b"\n")  # which ends the line before
+            at += part.startswith(b"\n")  # the end of the previous line
             end = mapped.find(b"\n", at)
             return mapped[mapped.rfind(b"\n", 0, at) + 1 : end if end >= 0 else len(mapped)]
     return b""
 
 
 def last_listed(project: Project, name: str) -> Listed:
-    """Return what runs have listed of an item: the keys that it had last, and why the newest of them left it out."""
+    """Return what runs have listed of an item: its last keys, and why the newest run rejected it."""
     refused = ("", "")
     for folder in islice(reversed(runs_in(project.config.cluster.runs)), RUNS_LOOKED_AT):
         if not refused[1] and (why := _refusal_in(folder.rejected, name)):
@@ -201,7 +201,7 @@ def last_listed(project: Project, name: str) -> Listed:
 
 
 def _keys_in(path: Path, name: str) -> dict[str, str]:
-    """Return the keys of an item's records in a list of usable items; empty where it is not there."""
+    """Return the keys of an item's records in a list of usable items, if it is listed."""
     cell = io.StringIO()
     csv.writer(cell, lineterminator="").writerow([csv_cell(name), ""])
     if not (line := line_with(path, f"\n{cell.getvalue()}".encode())):
@@ -213,7 +213,7 @@ def _keys_in(path: Path, name: str) -> dict[str, str]:
 
 
 def _refusal_in(path: Path, name: str) -> str:
-    """Return why an item is in a list of rejected ones; empty where it is not there."""
+    """Return the reason of an item in a list of rejected ones, or an empty text."""
     with suppress(ValueError, KeyError):
         found = _entry_in(path, name)
         return f"{found['reason']}: {found['detail']}"
@@ -224,7 +224,7 @@ def _scan(project: Project, item: Item, listed: Listed) -> tuple[Because, Invent
     """Return the state of an item's scan, with its inventory and key if known."""
     store, recipe = project.shelves.inventories, project.recipe
     earlier = _contents(store, listed.keys.get("scan", ""))
-    # an inventory names no digest of what lies beside a file, and of a topology only a joint one
+    # an inventory has no digests of companion files, and a joint one of a topology and its coordinates
     alone = {part.path for part in (*item.parts, *item.bound) if not coordinates_beside(part.path)}
     files = [_file(project, path, earlier if path in alone else (), listed.run) for path in recipe.paths(item)]
     if (of_files := why_files(files)).state is State.REFUSED:
@@ -238,7 +238,7 @@ def _scan(project: Project, item: Item, listed: Listed) -> tuple[Because, Invent
 
 
 def _file(project: Project, path: str, earlier: tuple[str, ...], run: str) -> FileFound:
-    """Look at a file of an item as the scan does, and read its bytes."""
+    """Read a file of an item as the scan does."""
     mark = glance(path, project.recipe)
     if isinstance(mark, Inventory):
         return FileFound(path, refused=f"{mark.reason.value}: {mark.detail}" if mark.reason else "")
@@ -251,7 +251,7 @@ def _file(project: Project, path: str, earlier: tuple[str, ...], run: str) -> Fi
 
 
 def _contents(store: Store, key: str) -> tuple[str, ...]:
-    """Return the digests of the files that an earlier inventory is of."""
+    """Return the digests of the files of an earlier inventory."""
     inventory = _inventory(store, bytes.fromhex(key)) if key else None
     sides = (*inventory.partners, *inventory.bound) if inventory else ()
     return tuple(dict.fromkeys(partner.content for partner in sides if partner.content))
@@ -272,7 +272,7 @@ def _record(
     project: Project, store: Store, kind: str, key: bytes, recipe: Mapping[str, Any], subject: str, listed: Listed,
     ours: Sequence[Mapping[str, Any]] = (),
 ) -> RecordFound:  # fmt: skip
-    """Read a record, and return its state; `ours`: recipes whose records are not this one's with other settings."""
+    """Read a record and return its state; `ours` are recipes that are not variants of this one."""
     others = [
         other
         for _, of_kind, other in _described(project)
@@ -295,7 +295,7 @@ def _embed(project: Project, inventory: Inventory | None) -> StageOfItem:
     if inventory is None:
         return StageOfItem("embed", Because(State.WAITING, "waits for its scan"))
     keys, parts, several = dict[str, str](), list[Because](), len(project.encoders) > 1
-    ours: list[Mapping[str, Any]] = []  # recipes: another encoder's record is not this one's with other settings
+    ours: list[Mapping[str, Any]] = []  # another encoder's record is not a variant of this one
     for view in project.encoders.values():
         with suppress(PipelineError):
             ours.append(view.encoding.recipe.plain(view.encoding.recipe.wanted(0)))
@@ -310,7 +310,7 @@ def _embed(project: Project, inventory: Inventory | None) -> StageOfItem:
 def _embedded_by(
     project: Project, inventory: Inventory, keys: dict[str, str], of: str, ours: Sequence[Mapping[str, Any]]
 ) -> Iterator[Because]:
-    """Yield how the embedding of each of an item's sequences stands; add their keys."""
+    """Yield the state of the embedding of each sequence of an item; add their keys."""
     recipe, store = project.encoding.recipe, project.encoding.shelves.embeddings
     for text in texts(inventory, recipe.context):
         if why := refusal(text, recipe):
@@ -323,7 +323,7 @@ def _embedded_by(
 
 
 def _graph(project: Project, inventory: Inventory | None, scanned: bytes | None, listed: Listed) -> StageOfItem:
-    """Say how the graph of an item stands."""
+    """Return the state of the graph of an item."""
     if inventory is None or scanned is None:
         return StageOfItem("graph", Because(State.WAITING, "waits for its scan"))
     if not project.config.graph.cache:
@@ -335,7 +335,7 @@ def _graph(project: Project, inventory: Inventory | None, scanned: bytes | None,
 
 
 def _train(project: Project, item: Item) -> StageOfItem:
-    """Say whether an item is trained on, and the state of the training."""
+    """Return whether an item is trained on, with the state of the training."""
     split = project.config.train.split
     if item.split and split is not None and item.split != split:
         why = f"not used for training: its split is {item.split}, train.split is {split}"

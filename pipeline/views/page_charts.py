@@ -1,4 +1,4 @@
-"""What a run's HTML report draws, and its charts: the times of its stages, memory, and the curves of a training."""
+"""The charts of a run's HTML report: the times of its stages, memory, and the curves of a training."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
     from pipeline.training.loop.metrics_log import Epoch
     from pipeline.views.efficiency import StageUse
 
-STEP_OOM = "step out of memory"  # a cause: the step was repeated in smaller parts
-SPANS = 240  # into which a run is cut
+STEP_OOM = "step out of memory"  # cause of a step that was repeated in smaller parts
+SPANS = 240  # slots of a run's timeline
 TRAIN = "train"
 EPOCH_ROWS = 100
-SERIES = 16  # curves of a kind: terms of a loss, metrics
-# As `training/forensics/step_bundle.py` names them, which needs torch: this has to start without it.
+SERIES = 16  # most curves of loss terms, of metrics
+# The name in `training/forensics/step_bundle.py`, which imports torch.
 _BUNDLE = re.compile(r"step-(\d{8,})-([a-z]+)-rank-(\d+)(?:-\d+)?")
-LEAST_SHARE = 0.004  # of the run: what took less is not drawn
-MOST_MARKS = 240  # of failures of a stage
+LEAST_SHARE = 0.004  # shorter parts of the run are not drawn
+MOST_MARKS = 240  # most marks of failures of a stage
 POINTS = 500  # of a curve
 TIMELINE = (Size(920, css="wide", left=76, right=78), Size(380, css="narrow", left=76, right=78, every=3))
 TIMELINE_KEY = (
@@ -63,14 +63,14 @@ TIMELINE_KEY = (
 MEMORY = (Size(440, left=76, right=140),)
 MEMORY_KEY = (("requested", "asked"), ("used (peak)", "used"), ("estimated", "mark"))
 METRICS_DRAWN = 12
-FIRST = 2  # terms of a loss that are drawn on top
+FIRST = 2  # loss terms drawn on top
 OTHERS = ("learning_rate", "gradient_norm")
 LOSS = "loss"
-WIDE_RANGE = 30  # of a loss: beyond, its axis is logarithmic
+WIDE_RANGE = 30  # a loss with a wider range gets a logarithmic axis
 
 
 class FailuresAt(NamedTuple):
-    """How often a stage failed of a cause in a span of time: attempts, or steps of a training."""
+    """The failures of a stage by one cause within a time slot: attempts, or steps of a training."""
 
     stage: str
     cause: str
@@ -80,17 +80,17 @@ class FailuresAt(NamedTuple):
 
 
 class RunTimes(NamedTuple):
-    """What happened in a run at which time, in seconds since 1970; of bounded size, however long the run is."""
+    """The times of a run's events, in seconds since 1970; of bounded size for any length of the run."""
 
     begun: float
-    end: float  # now, of a run that is active
+    end: float  # now for an active run
     planning: Mapping[str, tuple[float, float]]  # stage → from the end of the stage before to its beginning
     first: Mapping[str, float]  # stage → when its first task began
     failures: Sequence[FailuresAt]
 
 
 def times_of(status: RunStatus, now: float) -> RunTimes:
-    """Return what happened in a run at which time, by its deep view."""
+    """Return the times of a run's events, from its deep view."""
     begun, end = span_of(status, now)
     width, first = (end - begun) / SPANS, dict[str, float]()
     failed = Counter[tuple[str, str, bool, int]]()
@@ -121,7 +121,7 @@ def span_of(status: RunStatus, now: float) -> tuple[float, float]:
 
 
 def planning_times(status: RunStatus, begun: float, end: float) -> dict[str, tuple[float, float]]:
-    """Return when each stage was planned: from the end of the stage before, or from the visit of its supervisor."""
+    """Return when each stage was planned: from the end of the previous stage, or the start of its visit."""
     before, planning = begun, {}
     starts = {stage.name: stage.started_at for stage in status.in_order()}
     is_between = status.state is State.RUNNING and all(stage.ended_at for stage in status.stages.values())
@@ -133,30 +133,30 @@ def planning_times(status: RunStatus, begun: float, end: float) -> dict[str, tup
 
 
 def _beginnings(stage: StageStatus) -> Iterator[float]:
-    """Yield when each attempt at a task of a stage began, as far as that is known."""
+    """Yield the known start times of the attempts at a stage's tasks."""
     for task in stage.work.values():
         for attempt in task.ended:
             if attempt.ended_at and attempt.elapsed_s > 0:
                 yield attempt.ended_at - attempt.elapsed_s
-        if task.job is not None and task.word.began:  # not judged yet, or never: of a run that was stopped
+        if task.job is not None and task.word.began:  # not judged: the run was stopped
             yield task.word.began
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What is known of the training of a run."""
+    """The training of a run: its plan, records and curves."""
 
     prepared: Prepared
     folder: Path
     monitor: str
     on_gpu: bool
-    newest: Sequence[Epoch]  # all of them
-    curves: Mapping[str, Sequence[tuple[float, float]]]  # of steps
+    newest: Sequence[Epoch]  # in total
+    curves: Mapping[str, Sequence[tuple[float, float]]]  # spans of steps
     bundles: Sequence[Mapping[str, Any]]  # recorded steps: `step`, `kind`, `rank`, and how to run one `again`
 
     @property
     def epochs(self) -> list[Epoch]:
-        """The epochs that are drawn."""
+        """Epochs with records."""
         return thinned(self.newest, POINTS)
 
     @property
@@ -178,21 +178,21 @@ class Training:
         return [epoch for epoch in self.newest[-EPOCH_ROWS:] if epoch.ooms or epoch.remedied]
 
     def predicted_bytes(self, epoch: int) -> int | None:
-        """Return the memory that was planned for an epoch: of a GPU, else of a node, if one process has it alone."""
+        """Return the planned memory of an epoch: of a GPU, else of a node with a single process."""
         if not self.on_gpu:
             return self.prepared.mem_bytes if self.prepared.ranks == 1 else None
         return self.prepared.phases[self.prepared.phase_of(epoch - 1)].reserved_bytes
 
 
 def training_of(folder: RunFolder, config: Config, stage: StageStatus | None) -> Training | None:
-    """Return what is known of the training of a run; None where it has no plan that this version can read."""
+    """Return the training of a run; None without a plan that this version can read."""
     trainings = read_if_whole(folder.plan(TRAIN), tuple[Planned, ...]) or ()
     prepared = trainings[0].prepared if len(trainings) == 1 else None
     if prepared is None:
         return None
     made = ModelFolder(config.train.models / prepared.name)
     every, census = read_epochs(made.path), stage.census or {} if stage else {}
-    last = min(prepared.epochs, census.get("epochs", prepared.epochs))  # a later run may have trained on
+    last = min(prepared.epochs, census.get("epochs", prepared.epochs))  # a later run may have continued it
     epochs = [epoch for epoch in every if epoch.epoch <= last]
     steps = epochs[-1].step if epochs and len(epochs) < len(every) else sys.maxsize
     names = sorted(path.name for path in made.bundles.iterdir()) if made.bundles.is_dir() else []
@@ -218,7 +218,7 @@ def _names(records: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _curves(figures: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[tuple[float, float]]]:
-    """Return each figure that was recorded every few steps as a curve."""
+    """Return a curve of each figure that was recorded every few steps."""
     names = [name for name in _names(figures) if name != STEP][: 2 * SERIES]
     curves = {
         name: [(record[STEP], record[name]) for record in figures if record.get(name) is not None] for name in names
@@ -277,7 +277,7 @@ def memory_charts(uses: Sequence[StageUse], training: Training | None) -> Iterat
 
 
 def gpu_plan(use: StageUse, training: Training | None) -> tuple[int | None, int | None]:
-    """Return the limit and the estimate of a stage's GPU memory; only training plans it, others take all of a GPU."""
+    """Return the limit and the estimate of a stage's GPU memory; only training has them."""
     if training is None or use.stage != "train":
         return None, None
     return training.prepared.limit_bytes, max(
@@ -286,7 +286,7 @@ def gpu_plan(use: StageUse, training: Training | None) -> tuple[int | None, int 
 
 
 def memory_rows(uses: Sequence[StageUse], training: Training | None) -> Iterator[tuple[Any, ...]]:
-    """Yield the row of each stage's memory: as planned, requested and used."""
+    """Yield a row of each stage's planned, requested and used memory."""
     for use in uses:
         ratio = use.peak_bytes / use.planned_bytes if use.peak_bytes and use.planned_bytes else None
         estimated = gpu_plan(use, training)[1] if use.gpus or use.gpu_peak_bytes else None
@@ -318,7 +318,7 @@ def _memory_over_epochs(training: Training) -> Chart:
 
 
 def first_charts(training: Training) -> list[Chart]:
-    """Return what a reader looks for first: the loss and the monitored metric."""
+    """Return the most important charts: the loss and the monitored metric."""
     losses, monitor = training.losses[:FIRST], training.monitor
     shown = [_loss(training, term) for term in losses]
     if monitor in training.metrics and monitor not in (_checked(training, term) for term in losses):
@@ -340,7 +340,7 @@ def other_charts(training: Training) -> Iterator[Chart]:
 
 
 def _checked(training: Training, term: str) -> str:
-    """Return the name under which a loss term is validated; empty where it is not."""
+    """Return the validation name of a loss term; empty if it is not validated."""
     name = f"{LOSS}.{term}"
     return name if name in training.metrics else LOSS if len(training.losses) == 1 else ""
 
@@ -356,7 +356,7 @@ def _loss(training: Training, term: str) -> Chart:
 
 
 def loss_axis(low: float, high: float) -> Axis:
-    """Return an axis that is logarithmic where positive values lie far apart."""
+    """Return an axis, logarithmic if positive values are far apart."""
     return log_axis(low, high) if high > WIDE_RANGE * low > 0 else number_axis(low, high)
 
 
@@ -366,7 +366,7 @@ def _metric(training: Training, name: str) -> Chart:
 
 
 def _by_epoch(title: str, training: Training, of: str, name: str, colour: int) -> Line:
-    """Return a metric by epoch, each at the last step of its epoch, with validations between two steps of one."""
+    """Return a metric at the last step of each epoch, with validations within epochs."""
     points = [(step, value, f"step {step:.0f}") for step, value in training.curves.get(f"{of}/{name}", ())]
     for epoch in training.epochs:
         figures: Mapping[str, float | None] = epoch.loss if of == "loss" else epoch.validation

@@ -1,4 +1,4 @@
-"""The HTML report of a run: what its ledger and its model's folder say, given to one template.
+"""The HTML report of a run: data from its ledger and its model's folder, for one template.
 
 A part that cannot be read becomes a note in the report.
 """
@@ -60,9 +60,9 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 REJECTIONS = 200
-JUDGING = ("scan", "embed", "graph")  # stages that judge the items of a data set
+JUDGING = ("scan", "embed", "graph")  # stages that reject items
 ITEMS_NAMED = 5
-FIGURES = 8  # losses, and metrics, of the table of epochs
+FIGURES = 8  # most losses and metrics in the table of epochs
 OUT_OF_MEMORY = (Cause.HOST_OOM.value, Cause.GPU_OOM.value, STEP_OOM)
 
 
@@ -73,7 +73,7 @@ def page_now(folder: RunFolder) -> tuple[str, RunView]:
 
 
 def page_data(folder: RunFolder, run: RunView) -> dict[str, Any]:
-    """Return everything that the HTML report of a run shows, by the names that its template uses."""
+    """Return the data of a run's HTML report, by the names in its template."""
     config, status, notes = read_resolved(folder.config), run.status, list[str]()
 
     def or_note(name: str, read: Callable[[], _T]) -> _T | None:
@@ -144,7 +144,7 @@ def changed_settings(config: Config) -> dict[str, str]:
 
 
 def rejected_by_reason(stages: Sequence[StageStatus]) -> Iterator[tuple[str, str, int, str]]:
-    """Yield reason, stage, items and an example: of each census that differs from the one before, or so far."""
+    """Yield reason, stage, items and an example from each new census, or of the rejections so far."""
     before: Mapping[str, int] = {}
     for stage in stages:
         if not stage.census:
@@ -155,7 +155,7 @@ def rejected_by_reason(stages: Sequence[StageStatus]) -> Iterator[tuple[str, str
 
 
 def first_rejections(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the first items of a list of rejections, and how many more it has."""
+    """Return the first items of a list of rejections, and the number of the others."""
     if not file.exists():
         return [], 0
     with file.open("rb") as lines:
@@ -164,7 +164,7 @@ def first_rejections(file: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a report to a path that the user named, readable as the umask says."""
+    """Write a report to a path that the user named, with a mode by the umask."""
     try:
         if other := what_is_no_file(path):
             raise OSError(f"is {other}, expected a file")
@@ -176,7 +176,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def stage_rows(status: RunStatus, times: RunTimes) -> Iterator[tuple[Any, ...]]:
-    """Yield the row of each stage: its state, its counts, and how long it was queued and took."""
+    """Yield a row for each stage: its state, counts, queue time and duration."""
     for stage in status.in_order():
         begun, first = stage.started_at, times.first.get(stage.name)
         yield (
@@ -190,7 +190,7 @@ def stage_rows(status: RunStatus, times: RunTimes) -> Iterator[tuple[Any, ...]]:
 
 
 def attempt_rows(failures: Sequence[tuple[StageStatus, Attempt]]) -> Iterator[tuple[Any, ...]]:
-    """Yield the row of each failed attempt: what happened, the reaction, and the present state of its task."""
+    """Yield a row for each failed attempt: its failure, the reaction, and the present state of its task."""
     for stage, attempt in failures:
         task = stage.task(attempt.task)
         now = "done" if task.good else "running again" if task.job is not None else "not done"
@@ -245,7 +245,7 @@ def verdict(run: RunView, times: RunTimes, uses: Sequence[StageUse], shown: Comp
         State.WAITING: "Not started yet",
     }
     clauses = [DAMAGED] if any(map(found_damage, stages)) else []
-    if status.error:  # its first line, without the place that it names first
+    if status.error:  # its first line, without the place
         first = status.error.splitlines()[0]
         clauses.insert(0, first.partition(": ")[2] or first)
     if status.state is State.RUNNING:
@@ -261,7 +261,7 @@ def verdict(run: RunView, times: RunTimes, uses: Sequence[StageUse], shown: Comp
 
 
 def _progress(run: RunView, times: RunTimes) -> Iterator[str]:
-    """Yield how far the running stages are."""
+    """Yield the progress of the running stages."""
     for stage in run.status.in_order():
         if not stage.ended_at:
             left = f", about {format_seconds(left_s)} left" if (left_s := run.left_s(stage)) else ""
@@ -280,7 +280,7 @@ def _memory(uses: Sequence[StageUse]) -> Iterator[str]:
 
 
 def _survived(times: RunTimes) -> Iterator[str]:
-    """Yield how many out-of-memory errors and other failures the run survived."""
+    """Yield the numbers of out-of-memory errors and other failures that the run survived."""
     survived = [failure for failure in times.failures if failure.survived]
     memory = sum(failure.times for failure in survived if failure.cause in OUT_OF_MEMORY)
     other = sum(failure.times for failure in survived) - memory
@@ -289,7 +289,7 @@ def _survived(times: RunTimes) -> Iterator[str]:
 
 
 def _items(stages: Sequence[StageStatus], *, is_trained: bool) -> Iterator[str]:
-    """Yield how many records were rebuilt, and how many items the last stage that judged the data set rejected."""
+    """Yield the numbers of rebuilt records and of rejected items."""
     censuses = {stage.name: stage.census for stage in stages if stage.census}
     if rebuilt := sum(censuses.get("regenerate", {"whole": {}})["whole"].values()):
         yield f"{plural(rebuilt, 'record')} rebuilt"

@@ -53,7 +53,7 @@ def _dots(trials: Sequence[Trial], place: Callable[[Trial], float]) -> list[Line
 
 
 def _axis(values: Any) -> tuple[Axis, Callable[[Any], float]]:
-    """Return the axis of a setting, and what places its values there: numbers as they are, choices side by side."""
+    """Return the axis of a setting and a function that places its values: numbers by value, choices side by side."""
     if not isinstance(values, tuple):
         ends: Mapping[str, Any] = values
         return (log_axis if ends.get("log") else number_axis)(ends["low"], ends["high"]), float

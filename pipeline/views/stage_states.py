@@ -38,12 +38,12 @@ COUNTED = {
     "unusable": "unusable",
     "unkept": "not stored",
 }
-UNDECIDED = ("table", "precision", "crop", "skipped")  # in a recipe, before the plan and earlier stages
+UNDECIDED = ("table", "precision", "crop", "skipped")  # order of the parts of a recipe
 
 
 @dataclass(frozen=True, slots=True)
 class StageExplained:
-    """The state of a stage, and why; for a training, the most similar earlier model. A box in the graph of stages."""
+    """The state of a stage and the reason: a box in the graph of stages. For a training also the nearest model."""
 
     name: str
     because: Because
@@ -56,7 +56,7 @@ class StageExplained:
         return Command.submit(self.name) if self.because.state in (State.TO_DO, State.WAITING) else None
 
     def as_box(self) -> dict[str, Any]:
-        """Return what the graph shows of it, as JSON data."""
+        """Return its data in the graph, as JSON data."""
         document = {"name": self.name, "needs": self.needs, "state": self.because.state.value}
         return document | {"counts": self.counts, "why": str(self.because)}
 
@@ -71,7 +71,7 @@ def arrows(boxes: Sequence[StageExplained]) -> list[tuple[str, str]]:
     """Return the arrows between boxes as pairs of names: direct needs only, among the shown boxes."""
     names = {box.name for box in boxes}
     needs = {box.name: [name for name in box.needs if name in names] for box in boxes}
-    above: dict[str, set[str]] = {}  # all that a box needs, directly or not
+    above: dict[str, set[str]] = {}  # everything that a box needs, directly or indirectly
     for name in TopologicalSorter(needs).static_order():
         above[name] = {*needs[name]}.union(*(above[need] for need in needs[name]))
     return [
@@ -83,7 +83,7 @@ def arrows(boxes: Sequence[StageExplained]) -> list[tuple[str, str]]:
 
 
 def columns_of(boxes: Sequence[StageExplained]) -> list[list[StageExplained]]:
-    """Return the boxes in columns, each right of all that it needs."""
+    """Return the boxes in columns; each box is to the right of everything it needs."""
     order = TopologicalSorter({box.name: [name for name, then in arrows(boxes) if then == box.name] for box in boxes})
     order.prepare()
     columns = []
@@ -108,7 +108,7 @@ def graph_lines(boxes: Sequence[StageExplained]) -> list[str]:
 
 
 def _joints(before: int, after: int) -> Iterator[str]:
-    """Yield the joints between two columns, row by row: each box of the first leads to each of the second."""
+    """Yield the lines between two columns, row by row: each box of the first leads to each of the second."""
     if before == after == 1:
         yield "──> "
         return
@@ -121,7 +121,7 @@ def _joints(before: int, after: int) -> Iterator[str]:
 
 def as_mermaid(boxes: Sequence[StageExplained]) -> str:
     """Return the graph in the language of Mermaid."""
-    lines = ["flowchart LR"]  # where `graph` is a word of its own
+    lines = ["flowchart LR"]  # `graph` is a keyword of Mermaid
     for box in boxes:
         text = "<br/>".join(_label(box)).replace('"', "#quot;")
         lines.append(f'  s_{box.name}["{text}"]')
@@ -144,7 +144,7 @@ def _label(box: StageExplained) -> list[str]:
 
 
 def stage_boxes(project: Project, names: Sequence[str]) -> list[StageExplained]:
-    """Return the box of each stage with what it needs of the others, after that of the data set."""
+    """Return the box of the data set and of each stage, with its needs."""
     data = project.config.data
     boxes = [StageExplained(DATA, Because(State.DONE), counts=f"{data.source} {data.path.name}")]
     for name in names:
@@ -163,7 +163,7 @@ def explain_stage(project: Project, name: str, needs: tuple[str, ...] = ()) -> S
         recorded = _recorded(project, stage)
         reasons = [why_stage(name, counts, recipe, recorded) for recipe in _recipes(project, stage)]
         because = min(reasons, key=lambda reason: len(reason.changes))  # of several encoders, the most similar
-    except ConfigError as error:  # such as missing weights
+    except ConfigError as error:  # such as for missing weights
         counts, because = {}, Because(State.WAITING, f"{error.where}: {error.what}".splitlines()[0])
     return StageExplained(name, because, needs, _counted(name, counts))
 
@@ -176,14 +176,14 @@ def _counts(project: Project, stage: Stage) -> Mapping[str, int]:
 
 
 def _recipes(project: Project, stage: Stage) -> Sequence[Mapping[str, Any] | None]:
-    """Return the recipes of the records that a stage makes; None alone where its results are not in the cache."""
+    """Return the recipes of the records that a stage makes; only None if its results are not in the cache."""
     if stage.name not in stage.kinds or project.config.data.source == "reader":
         return [None]
     return stage.recipes(project)
 
 
 def _recorded(project: Project, stage: Stage) -> list[RecipeStat]:
-    """Return the recipes by which the cache has records of a stage."""
+    """Return the recipes of a stage's records in the cache."""
     if stage.name not in stage.kinds:
         return []
     layers = (project.cache, *project.cache.under)
@@ -196,7 +196,7 @@ def _counted(name: str, counts: Mapping[str, int]) -> str:
 
 
 def explain_training(project: Project, needs: tuple[str, ...] = ()) -> StageExplained:
-    """Return the progress of a configuration's training, or what differs from the most similar earlier one."""
+    """Return the progress of the configured training, or its differences from the most similar earlier one."""
     if project.config.train.task is None:
         what = "no task is set, so nothing is trained"
         raise ConfigError(what, where="train.task", remedy="--set train.task=package.module:Name")

@@ -1,4 +1,4 @@
-"""Why work is missing or repeated: pure functions of the cache and of earlier runs."""
+"""Explains why work is missing or repeated: pure functions of the cache and of earlier runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS = {
 }
 GROUPED = ("reading", "policy")  # parts of a recipe whose settings stand in its section
 SHORT = 12  # of a digest
-DIGEST = 24  # from so many hexadecimal digits on it is one
+DIGEST = 24  # a hexadecimal text of at least this length is a digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def setting_of(kind: str, name: str) -> str:
 def nearest_changes(
     kind: str, recipe: Mapping[str, Any], others: Iterable[Mapping[str, Any]]
 ) -> tuple[SettingChange, ...]:
-    """Return how a recipe differs from the most similar of the others; empty without others."""
+    """Return the differences of a recipe from the most similar of the others."""
     differing = (changes_between(kind, other, recipe) for other in others)
     return min((changes for changes in differing if changes), key=len, default=())
 
@@ -113,11 +113,11 @@ class RecordFound:
     key: str
     is_whole: bool = False
     damage: str = ""  # why a present copy is unusable
-    refused: str = ""  # the reason in the record, with details
+    refused: str = ""  # the reason of a rejection, with details
     recipe: Mapping[str, Any] | None = None
     others: Sequence[Mapping[str, Any]] = ()
     listed_by: str = ""  # the newest run that listed the item
-    listed_key: str = ""  # the key that it had there
+    listed_key: str = ""  # its key in that run
 
 
 def why_record(kind: str, found: RecordFound) -> Because:
@@ -137,24 +137,24 @@ def why_record(kind: str, found: RecordFound) -> Because:
 
 @dataclass(frozen=True, slots=True)
 class FileFound:
-    """A file of an item, and what earlier runs recorded of it."""
+    """A file of an item, and its state in earlier runs."""
 
     path: str
     refused: str = ""  # why it cannot be read, with details
-    is_settled: bool = True  # else it changed too recently to trust its times
-    is_known: bool = True  # as it stands: path, size and times
-    digest: str = ""  # of its bytes
+    is_settled: bool = True  # False: changed too recently to trust its times
+    is_known: bool = True  # its present path, size and times
+    digest: str = ""  # digest of its bytes
     earlier: tuple[str, ...] = ()  # digests of the item's files in an earlier run
     run: str = ""
 
     @property
     def is_another(self) -> bool:
-        """Whether its content differs from what an earlier run read."""
+        """Whether its content has changed since an earlier run."""
         return bool(self.earlier and self.digest) and self.digest not in self.earlier
 
 
 def why_files(files: Sequence[FileFound]) -> Because:
-    """Say whether the files of an item have changed, and how."""
+    """Describe the changes in the files of an item."""
     for file in files:
         if file.refused:
             return Because(State.REFUSED, file.refused)
@@ -189,7 +189,7 @@ def why_item(files: Sequence[FileFound], record: Because) -> Because:
 
 
 def why_all(parts: Sequence[Because], unit: str) -> Because:
-    """Return the joint state of several records of an item: that of the worst."""
+    """Return the state of the worst of several records."""
     if not parts:
         return Because(State.NOTHING, f"it has no {unit}")
     for state in (State.REFUSED, State.TO_DO, State.WAITING):
