@@ -1,1 +1,1 @@
-"""The verbs people type: parse, call one function below, print."""
+"""The commands: each parses its options, calls one function and prints the result."""

@@ -1,4 +1,4 @@
-"""`pipeline cache validate`, `repair` and `compact`: what is wrong in a cache, and what can be done about it."""
+"""`pipeline cache validate`, `repair` and `compact`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     Look = Callable[..., Iterator[Checked]]
 
-COUNTED = ("shards", "bytes", "records", "whole", "listed", "lost", "faults")  # of a kind
-SHOWN = 5  # files that a repair leaves alone, of which each is told what to do about it
+COUNTED = ("shards", "bytes", "records", "whole", "listed", "lost", "faults")
+SHOWN = 5  # most files listed that a repair does not change
 _OUT = Command.of("cache validate --out FILE", then="   (in a folder where you can write)")
 
 
@@ -87,7 +87,7 @@ def validate_command(
 
 
 def _how(sample: float | None, *, quick: bool, full: bool, semantic: bool) -> str:
-    """Return how thoroughly to check; refuse options that contradict each other."""
+    """Return how thoroughly to check; refuse conflicting options."""
     if quick + full + semantic > 1:
         refuse("--quick, --full and --semantic cannot be combined", "--quick", Command.of("cache validate"))
     if sample is not None and not semantic:
@@ -147,16 +147,16 @@ def repair_command(
 
 @dataclass
 class _Repairs:
-    """The report of a repair: every shard or the first ones, and the totals of each kind."""
+    """The report of a repair: shards (all or the first), and the totals of each kind."""
 
     all: bool
     plans: list[ShardPlan] = field(default_factory=list)
-    more: int = 0  # shards that are not shown
+    more: int = 0  # number of omitted shards
     kinds: dict[str, Repaired] = field(default_factory=dict)
-    stay: dict[Path, str] = field(default_factory=dict)  # the first files that stay, and why
+    stay: dict[Path, str] = field(default_factory=dict)  # the first files that stay, with reasons
 
     def take(self, plan: ShardPlan) -> None:
-        """Add what is done about one shard."""
+        """Add the repair of one shard."""
         from pipeline.report.cache_tables import FILES_SHOWN as ROWS
         from pipeline.store.maintenance.shard_plans import OUT_OF_DATE, Repaired
 
@@ -170,7 +170,7 @@ class _Repairs:
 
 
 def saying_wait(settle_s: float) -> Callable[[], None]:
-    """Return a callback that says how long other hosts get to see the new files."""
+    """Return a callback that prints how long other hosts get to see the new files."""
     message = f"waiting {settle_s:g} s for other hosts to see the new files (cache.visibility_s) ..."
     return lambda: typer.echo(message, err=True)
 
@@ -213,7 +213,7 @@ def _look(loaded: LoadedConfig, how: str, sample: float | None) -> Look:
 
 
 def _open(loaded: LoadedConfig) -> CacheFolder:
-    """Open the configured cache; refuse one that is not there or has links out of its folder."""
+    """Open the configured cache; refuse a missing one, or links that leave its folder."""
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.maintenance.leftovers import refuse_unusable
 
@@ -232,7 +232,7 @@ def _kinds(cache: CacheFolder, asked: Sequence[str] | None) -> list[str]:
 
 
 def _files(stores: Sequence[Store], subset: Subset | None = None) -> int:
-    """Return how many files there are to look at."""
+    """Count the files to check."""
     from pipeline.store.maintenance.checking import shards_of
 
     return sum(subset is None or name in subset for store in stores for name in shards_of(store))
@@ -241,7 +241,7 @@ def _files(stores: Sequence[Store], subset: Subset | None = None) -> int:
 def _watched(
     stores: Sequence[Store], subset: Subset, name: str, look: Look, verdicts: Path | None
 ) -> Iterator[Checked]:
-    """Check file after file, show the progress, and write a verdict on each record if asked to."""
+    """Check each file and show the progress; write a verdict on each record to `verdicts`, if given."""
     from pipeline.report.live_status import WorkBar
 
     with ExitStack() as stack:
@@ -257,7 +257,7 @@ def _watched(
 
 @contextmanager
 def _verdicts_to(path: Path) -> Iterator[IO[str]]:
-    """Open the file for verdicts; an error of writing there is told as its own."""
+    """Open the file for verdicts; an error names that file and not the cache."""
     from pipeline.store.format.disk import unwritable, written_to
 
     remedy = "--verdicts FILE"
@@ -266,7 +266,7 @@ def _verdicts_to(path: Path) -> Iterator[IO[str]]:
         file = path.open("w")
     except OSError as error:
         raise unwritable(path, error, remedy) from error
-    with written_to(path, remedy), file:  # what is read meanwhile fails with errors of its own
+    with written_to(path, remedy), file:  # errors of reading the cache pass unchanged
         yield file
 
 
@@ -284,7 +284,7 @@ def _write_verdicts(file: IO[str], checked: Checked) -> None:
 
 
 class _Found:
-    """The findings of a validation: counted, and written to the damage list as they come, not kept in memory."""
+    """Counts the findings of a validation and streams them to the damage list."""
 
     def __init__(self, cache: CacheFolder, how: str, subset: Subset, out: Path | None, only: Sequence[str]) -> None:
         from pipeline.store.maintenance.damage_report import Summary
@@ -293,8 +293,8 @@ class _Found:
         self.summary: Summary = Summary(how, str(subset), begun=time.time(), only=sorted({*only}))
         self.summary.root = str(cache.root.resolve())
         self.kinds: dict[str, Summary] = {}
-        self.path: Path | None = None  # of the damage list
-        self.unwritten = ""  # why there is none
+        self.path: Path | None = None  # the damage list
+        self.unwritten = ""  # why there is no damage list
         self._writer: ReportWriter | None = self._begun()
 
     def take(self, checked: Checked) -> None:
@@ -339,7 +339,7 @@ class _Found:
         self.path = writer.publish(self.summary, self.out.name if self.out else "")
 
     def _write(self, step: Callable[[ReportWriter], Any]) -> None:
-        """Run a step of writing the list; where it cannot be written, the validation goes on without one."""
+        """Run a step of writing the list; on an error the validation continues without a list."""
         from pipeline.errors import PipelineError
 
         try:

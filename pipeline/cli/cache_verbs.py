@@ -1,4 +1,4 @@
-"""`pipeline cache`: what the cache holds, what of it can go, and where else it goes; and its other verbs."""
+"""`pipeline cache`: stat, clean, export, import, and the group of its other commands."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def stat_command(verbose: Verbose = False, config: ConfigFile = None, sets: Sets
     """Show what the cache holds, read from its index alone."""
     import gc
 
-    gc.disable()  # in a short process, collecting would only walk through the imports
+    gc.disable()  # a short process: a collection would only scan the imports
     from pipeline.report import cache_tables
     from pipeline.upkeep.retention import holdings
 
@@ -198,7 +198,7 @@ def clean_command(
 
 
 def _headline(cleaning: Cleaning) -> str:
-    """Say how much space cleaning would free."""
+    """Print how much space cleaning would free."""
     from pipeline.report.tables import plural
     from pipeline.store.maintenance.shard_plans import CLEANED
     from pipeline.units import format_bytes
@@ -231,7 +231,7 @@ def _carry_out(cleaning: Cleaning) -> dict[str, object]:
 
 
 def _counter() -> Callable[[int], None]:
-    """Return a callback that prints every few seconds how many items were looked at."""
+    """Return a callback that prints the number of checked items every few seconds."""
     said_s = time.monotonic()
 
     def looked_at(items: int) -> None:

@@ -1,4 +1,4 @@
-"""The verbs that act on runs that have begun: resume, cancel, status, and what is pruned of old ones."""
+"""Commands on existing runs: resume, cancel, status, list and prune."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pipeline.engine.lifecycle import Cancellation, Opened
     from pipeline.journal.run_view import RunView
 
-BEGINNING_S = 0.1  # how often a new supervisor is looked for that has not begun yet
+BEGINNING_S = 0.1  # how often to look for a new supervisor
 
 
 def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile = None, sets: Sets = None) -> None:
@@ -69,7 +69,7 @@ def resume_command(run: Run = None, follow: Follow = False, config: ConfigFile =
                 time.sleep(BEGINNING_S)
         else:
             pay_visit(folder)
-            if failed := StatusReader(folder).read().exit_code:  # the visit has said why
+            if failed := StatusReader(folder).read().exit_code:  # the visit has printed the reason
                 raise typer.Exit(failed)
     typer.echo(f"run {folder.name} {done}\n  watch it: pipeline status {folder.name} --watch")
     if follow:
@@ -198,7 +198,7 @@ def status_command(
         from pipeline.report.live_status import watched
 
         watched(look, report)
-    gc.disable()  # a short life, in which collecting would walk through all tasks again and again
+    gc.disable()  # a short process: collections would scan all tasks again and again
     seen = look()
     if not watch:
         show(seen.to_json, lambda: report(seen, {}), as_json=as_json)

@@ -1,4 +1,4 @@
-"""`pipeline explain` and `plan --dag`: how each stage stands, of the whole data set or of one item, and why."""
+"""`pipeline explain` and `plan --dag`: the state of each stage, or of one item, and the reasons."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pipeline.views.stage_states import StageExplained
 
 OPTION, TEXT = "--dag", "text"
-KEY_DIGITS = 16  # the first 8 are those of all records of a recipe
+KEY_DIGITS = 16  # of a key; the first 8 identify the recipe
 GRAPH_FORMS = (TEXT, "mermaid", "dot")
 GraphForm = Annotated[
     str | None,
@@ -57,7 +57,7 @@ class WithGraph(Verb):
 
 
 def show_graph(stage: str, project: Project, form: str, *, as_json: bool) -> None:
-    """Print the graph of a stage and those it needs, or of all."""
+    """Print the graph of a stage and its needs, or of all stages."""
     from pipeline.report import tables
     from pipeline.stages.table import up_to
     from pipeline.views.stage_states import arrows, as_dot, as_mermaid, graph_lines, stage_boxes

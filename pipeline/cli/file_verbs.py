@@ -123,7 +123,7 @@ def export_embeddings_command(
 
 
 def _told_by(out: Path) -> str:
-    """Return the format that a file's name ends with."""
+    """Return the format that a file name ends with."""
     from pipeline.training.evaluating.embedding_files import SUFFIXES
 
     for name, suffixes in SUFFIXES.items():

@@ -1,4 +1,4 @@
-"""How help looks: panels of commands and options, no summary cut, examples as they are typed."""
+"""Formats help: panels of commands and options, whole summaries, examples line by line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def argument(name: str, help: str, **more: Any) -> Any:  # noqa: A002
 
 
 def panels(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
-    """Return what a command takes by the heading of its panel: a name and its meaning each."""
+    """Return the options and arguments of a command by panel heading, as (name, meaning)."""
     found: dict[str, list[tuple[str, str]]] = {panel: [] for panel in ORDER}
     for panel, name, meaning in (*_parameters(command, ctx), *_commands(command)):
         found[panel].append((name, meaning))
@@ -68,7 +68,7 @@ def _commands(group: Any) -> Iterator[tuple[str, str, str]]:
 
 
 class _Panels:
-    """Formats help by panels; of a docstring, what follows `Examples:` goes last."""
+    """Formats help by panels; the examples of a docstring come last."""
 
     epilog: str | None
 
@@ -127,7 +127,7 @@ class Later:
 
     @property
     def hidden(self) -> bool:
-        """Whether help leaves it out."""
+        """Whether help omits it."""
         return not self.help
 
     def imported(self, name: str) -> Any:
@@ -148,7 +148,7 @@ def alone(name: str, function: Callable[..., None], cls: type[TyperCommand] = Ve
 
 
 class LaterVerbs(_Group):
-    """A group of commands that are imported when they are typed."""
+    """A group of commands that are imported on use."""
 
     later: ClassVar[Mapping[str, Later]]
 

@@ -1,4 +1,4 @@
-"""`pipeline logs`: what the tasks and the supervisors of a run have printed."""
+"""`pipeline logs`: the output of a run's tasks and supervisors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 FOLLOW_EVERY_S = 0.5
 LOOK_AFTER_S = 10.0  # how often following a run checks that its supervisor is alive
-SHOWN = 10  # logs
+SHOWN = 10  # logs shown
 TOGETHER = ("train", "evaluate", "predict")  # stages whose processes are ranks of one task
-LOGGED = (*STAGES[:-1], "supervise")  # what has logs
+LOGGED = (*STAGES[:-1], "supervise")  # with logs
 
 
 def logs_command(
@@ -78,9 +78,9 @@ def logs_command(
 def run_folder(
     run: str | None, config: Path | None, sets: Sequence[str] | None, *, with_work: bool = False
 ) -> RunFolder:
-    """Return the run that a command line names, by its folder or by the beginning of its name.
+    """Return the run that a command line names by folder or prefix. Default: the newest.
 
-    Default: the newest; `with_work`: the newest that had something to do.
+    `with_work`: the newest run with work.
     """
     from pipeline.journal.run_folder import by_path, find_run, runs_in
     from pipeline.journal.run_status import State, StatusReader
@@ -98,7 +98,7 @@ def run_folder(
 
 
 def _show(logs: Sequence[Log], rank: int | None = None, *, whole: bool) -> None:
-    """Print logs, each below a line with its stage, task and attempt."""
+    """Print logs, each with a heading."""
     from pipeline.journal import run_logs as kept
 
     for log in logs:
@@ -112,7 +112,7 @@ def _show(logs: Sequence[Log], rank: int | None = None, *, whole: bool) -> None:
 
 
 def _end_of(path: str, rank: int | None) -> str | None:
-    """Return the last lines of a log, of a rank or of all; None where there is no such file."""
+    """Return the last lines of a log (optionally of one rank); None without a file."""
     from collections import deque
 
     from pipeline.journal.run_logs import LAST_LINES, end_of, of_rank, whole
@@ -160,14 +160,14 @@ def _follow(folder: RunFolder, wanted: LogChoice, rank: int | None = None) -> No
         if follower.ended:
             break
         if time.monotonic() - looked_at > LOOK_AFTER_S:
-            reader.view()  # which sees whether its supervisor is gone
+            reader.view()  # checks its supervisor
             looked_at = time.monotonic()
         time.sleep(FOLLOW_EVERY_S)
     typer.echo(f"run {folder.name}: {follower.status.state.value}", err=True)
 
 
 def _none(folder: RunFolder, status: RunStatus, wanted: LogChoice) -> ConfigError:
-    """Return the error that says why there is no such log."""
+    """Return the error for a missing log."""
     from pipeline.errors import ConfigError
 
     if wanted.stage and wanted.stage not in status.stages:
@@ -182,7 +182,7 @@ def _none(folder: RunFolder, status: RunStatus, wanted: LogChoice) -> ConfigErro
 
 
 def _ranked(folder: RunFolder, status: RunStatus, stage: str | None, rank: int) -> tuple[str | None, int | None]:
-    """Return the stage with several ranks that `--rank` means, and the rank; None where a process writes alone."""
+    """Return the stage and the rank that `--rank` selects; no rank if its log has only that rank's lines."""
     from pipeline.config.load import read_resolved
 
     begun = [name for name in TOGETHER if name in status.stages and stage in (None, name)]
@@ -194,7 +194,7 @@ def _ranked(folder: RunFolder, status: RunStatus, stage: str | None, rank: int) 
         return stage, None
     if rank < world and cluster and cluster.executor == "slurm":
         return name, rank
-    problem = "the processes of a local task write to one log"  # the local launcher does not mark their lines
+    problem = "the processes of a local task write to one log"  # the local launcher does not prefix lines
     if rank >= world:
         problem = f"tasks have {world} {'process: 0' if world == 1 else f'processes: 0-{world - 1}'}"
     return refuse(problem, f"--rank {rank}", "leave --rank out")

@@ -1,4 +1,4 @@
-"""The command line: the only place where errors become exit codes. Nothing here imports torch."""
+"""The command line: the only place where errors become exit codes. It does not import torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EPILOG = "Exit codes: 0 ok, 1 a bug, 2 configuration, 3 data, 4 damage, 5 infeasible, 6 refused, 7 a job failed."
 ASKED = "__complete"  # the word by which a completion script asks
-UNREAD = 141  # as shells call an end by SIGPIPE
+UNREAD = 141  # exit code of shells for SIGPIPE
 
 VERBS = {
     START: {
@@ -115,7 +115,7 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 
 
 def _print_completions() -> None:
-    """Print what can follow on the line that is being typed; an error must not disturb the shell."""
+    """Print completions for the typed line; hide errors from the shell."""
     with suppress(Exception):
         from pipeline.cli.options import answer
 
@@ -124,8 +124,8 @@ def _print_completions() -> None:
 
 
 def _is_printed() -> bool:
-    """Tell whether more can be printed, which ends the line."""
-    if sys.__stdout__ is None:  # closed: 1 may be another file's number by now
+    """End the line on stdout; tell whether stdout still works."""
+    if sys.__stdout__ is None:  # closed: descriptor 1 may belong to another file
         return True
     try:
         typer.echo(nl=False)  # which flushes
@@ -140,7 +140,7 @@ class _Terminated(BaseException):
 
 
 def _raise_terminated(_signal: int, _frame: FrameType | None) -> None:
-    """Turn SIGTERM into an exception, so that everything is cleaned up: a terminal gets back its cursor."""
+    """Turn SIGTERM into an exception, so that cleanup runs, such as showing the cursor again."""
     raise _Terminated
 
 
@@ -150,7 +150,7 @@ def main() -> None:
         if getattr(sys, stream) is None:
             setattr(sys, stream, Path(os.devnull).open("w"))  # noqa: SIM115 - it stays open to the end
     sys.excepthook = _print_traceback
-    atexit.register(gc.freeze)  # else a last collection walks through torch for half a second
+    atexit.register(gc.freeze)  # saves half a second of garbage collection over torch at exit
     if sys.argv[1:2] == [ASKED]:
         _print_completions()
         return
@@ -167,13 +167,13 @@ def main() -> None:
         typer.echo(f"error: {without_secrets(str(error))}", err=True)
         sys.exit(error.exit_code)
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # nobody reads what is printed: no bug
+        if isinstance(end.__context__, BrokenPipeError):  # the reader of our output is gone: not a bug
             sys.exit(UNREAD)
         raise
     except OSError as error:
         if _is_printed():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries again as it ends, and complains
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python does not flush it again at exit and complain
         if isinstance(error, BrokenPipeError):
             sys.exit(UNREAD)
         typer.echo(f"error: cannot write the output: {error.strerror}", err=True)

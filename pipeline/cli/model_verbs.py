@@ -1,4 +1,4 @@
-"""`pipeline weights`: bring, check and make checkpoints of encoders; `model`: what was trained here, to take away."""
+"""`pipeline weights`: fetch, check and make encoder checkpoints; `pipeline model`: list, show and export models."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def synth_command(
 
 
 def _configured(config: Path | None, sets: Sequence[str] | None) -> Path:
-    """Return embed.weights of the configuration, or its default where there is none: weights may be fetched first."""
+    """Return embed.weights of the configuration, or its default without one: weights may be fetched first."""
     from pipeline.config.load import is_configured
     from pipeline.config.schema_data import EmbedSection
 
@@ -145,7 +145,7 @@ def _configured(config: Path | None, sets: Sequence[str] | None) -> Path:
 
 
 def _place_for(name: str, out: Path | None, configured: Path, *, into_folder: bool = True) -> Path:
-    """Return where to put a checkpoint: as `--out` says, else into the folder of the configured one."""
+    """Return the path for a checkpoint: `--out`, else in the folder of the configured one."""
     if out is not None:
         return out / name if into_folder and out.is_dir() else out
     return configured.with_name(name)
@@ -169,7 +169,7 @@ def _unknown_model(name: str) -> ConfigError:
 
 
 def _existing(place: Path, name: str) -> Examined | None:
-    """Return a checkpoint that is there already, or in a library's cache; refuse a damaged one."""
+    """Return a checkpoint that exists already, also in a library's cache; refuse a damaged one."""
     from pipeline.encoder.weights import examine_checkpoint, find_checkpoint
     from pipeline.errors import ConfigError, WeightsUnusable
 
@@ -184,7 +184,7 @@ def _existing(place: Path, name: str) -> Examined | None:
 
 @contextmanager
 def _room_for(out: Path, *, replace: bool) -> Iterator[Path]:
-    """Yield a path to write to; to replace a file, one beside it that is moved into place when it is complete."""
+    """Yield a path to write to; an existing file is replaced when the new one is complete."""
     if not replace or not out.parent.is_dir():
         yield out
         return
@@ -195,7 +195,7 @@ def _room_for(out: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def _say(examined: Examined, how: str) -> None:
-    """Print in a line what a checkpoint is."""
+    """Describe a checkpoint in a line."""
     from pipeline.encoder.checkpoint_files import FAMILIES
 
     weights = examined.weights
@@ -205,7 +205,7 @@ def _say(examined: Examined, how: str) -> None:
 
 
 def _say_how_to_use(target: Path, configured: Path) -> None:
-    """Print the setting that makes this checkpoint the one that is used, unless it is so already."""
+    """Print the setting that selects this checkpoint, unless it is configured already."""
     if target.absolute() != configured.absolute():
         typer.echo(f"to use it, add this to the configuration:\nembed:\n  weights: {target.absolute()}")
 
@@ -297,7 +297,7 @@ def export_model_command(
 
 @contextmanager
 def _told_as_damage() -> Iterator[None]:
-    """Let a damaged checkpoint end the command as damage does; in a job it is the job that failed."""
+    """Report a damaged checkpoint as damage (exit code 4) instead of a failed job."""
     from pipeline.errors import CacheDamaged
     from pipeline.training.checkpoints.sealed_folder import FolderDamaged
 

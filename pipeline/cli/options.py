@@ -1,8 +1,8 @@
-"""Options that several verbs share, what a shell's TAB offers for them, and how results are printed.
+"""Options that several commands share, their shell completion, and the printing of results.
 
-`pipeline completion` prints a script, made here, that asks `pipeline __complete LINE`; click finds the parameter that
-is being typed. Typer's own scripts are not used: theirs ends a setting with a space, and in bash it offers nothing
-behind `--stage=` or `cluster.site=`.
+`pipeline completion` prints a script that calls `pipeline __complete LINE`; click finds the parameter that is being
+typed. Typer's scripts are not used: they add a space after a setting, and in bash they complete nothing after
+`--stage=` or `cluster.site=`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Offers = Callable[[typer.Context, str], Iterable[tuple[str, str]]]
 
 SITE = "cluster.site="
-SHELLS = ("bash", "zsh", "fish")  # those with a completion script
+SHELLS = ("bash", "zsh", "fish")  # shells with a completion script
 
 
 def shell_script(shell: str) -> str:
@@ -44,12 +44,12 @@ def shell_script(shell: str) -> str:
 
 def answer(root: Any, line: str) -> Iterator[str]:
     """Yield the words that can follow on a command line, each with its meaning after a tab; none: offer files."""
-    click = next(base for base in type(root).__mro__ if base.__name__ == "Command").__module__  # or typer's copy of it
+    click = next(base for base in type(root).__mro__ if base.__name__ == "Command").__module__  # or typer's copy
     completion = import_module(f"{click.rpartition('.')[0]}.shell_completion")
-    # Our scripts speak to `answer`, not to click: the abstract methods for a shell are never called.
+    # Our scripts call `answer`, not click: click's abstract methods for a shell are never called.
     unused = dict.fromkeys(("source_vars", "get_completion_args", "format_completion"))
     completer = type("Completer", (completion.ShellComplete,), unused)
-    words = completion.split_arg_string(line)  # of which quotes may still be open
+    words = completion.split_arg_string(line)  # its quotes may still be open
     _, *before, word = [*words, ""] if line[-1:].isspace() or len(words) < 2 else words
     option, equals, _ = word.partition("=")
     typed = f"{option}=" if equals and option.startswith("-") else ""
@@ -59,7 +59,7 @@ def answer(root: Any, line: str) -> Iterator[str]:
 
 
 def completing(offers: Offers) -> Callable[[typer.Context, str], list[tuple[str, str]]]:
-    """Return typer's `autocompletion` for a parameter: the offered values that begin with what is typed."""
+    """Return typer's `autocompletion` for a parameter: the values with the typed prefix."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
         return [(word, means) for word, means in offers(ctx, incomplete) if word.startswith(incomplete)]
@@ -68,7 +68,7 @@ def completing(offers: Offers) -> Callable[[typer.Context, str], list[tuple[str,
 
 
 def runs(ctx: typer.Context, word: str) -> Iterator[tuple[str, str]]:
-    """Yield the runs of the configuration that the line names, the newest first; paths are the shell's business."""
+    """Yield the runs of the line's configuration, the newest first; the shell completes paths."""
     from pipeline.config.load import find_config, read_config
     from pipeline.errors import PipelineError
     from pipeline.journal.run_folder import runs_in
@@ -80,7 +80,7 @@ def runs(ctx: typer.Context, word: str) -> Iterator[tuple[str, str]]:
         config = read_config(find_config(file and file.expanduser()), ctx.params.get("sets") or ()).config
         for folder in reversed(runs_in(config.cluster.runs)):
             typed = ""
-            with suppress(OSError):  # the run is offered without its command
+            with suppress(OSError):  # offer the run without its command
                 typed = folder.again.read_text()
             yield folder.name, typed
 
@@ -107,7 +107,7 @@ def _shipped(folder: str) -> list[Path]:
 
 
 def gpus(_ctx: typer.Context, _word: str) -> Iterator[tuple[str, str]]:
-    """Yield the GPUs that are known by name."""
+    """Yield the known GPUs."""
     from pipeline.memory.hardware.gpus import known_names
 
     yield from ((name, "") for name in known_names())
@@ -146,7 +146,7 @@ STAGES = tuple(StageName)
 
 
 def one_of(names: Sequence[str], name: str, help: str, **more: Any) -> Any:  # noqa: A002 - typer's word for it
-    """Return an option with a fixed choice of values, which suggests the nearest where another is typed."""
+    """Return an option with a fixed choice of values; a wrong value gets the nearest as a suggestion."""
     return option(f"{name} [{'|'.join(names)}]", help, **choice(names), **more)
 
 
@@ -206,21 +206,21 @@ Emit: TypeAlias = Annotated[
 
 
 def one_stage(verb: str, stage: str | None, option: str | None) -> str:
-    """Return the stage that a verb is given, as STAGE or by --stage; all where it is given none."""
+    """Return the stage given as STAGE or by --stage. Default: all."""
     if stage and option and stage != option:
         refuse(f"STAGE is {stage}, but --stage is {option}", "--stage", Command.of(verb, stage))
     return stage or option or "all"
 
 
 def refuse(problem: str, where: object, remedy: str | Command) -> NoReturn:
-    """Raise for options that contradict each other, or a value that cannot be used; say what to type instead."""
+    """Raise for conflicting options or an unusable value; `instead` is what to type."""
     from pipeline.errors import ConfigError
 
     raise ConfigError(problem, where=str(where), remedy=remedy)
 
 
 def as_typed(command: Command) -> Command:
-    """Return a command with the typed --config and --set: without them it may mean another project."""
+    """Return a command with the typed --config and --set, so that it means the same project."""
     return command.in_project(Command.typed(sys.argv[1:]))
 
 
@@ -232,14 +232,14 @@ def load_config(file: Path | None, sets: Sequence[str] | None) -> LoadedConfig:
 
 
 def load_config_if_any(file: Path | None, sets: Sequence[str] | None) -> LoadedConfig:
-    """Read the same; where no project is here and none is named, the defaults, with a data.path that means nothing."""
+    """Read the configuration; without a project, return the defaults with a placeholder as data.path."""
     from pipeline.config.load import is_configured, read_config
 
     return load_config(file, sets) if is_configured(file) else read_config(None, [*(sets or ()), "data.path=."])
 
 
 def open_project(file: Path | None, sets: Sequence[str] | None, **how: Any) -> tuple[LoadedConfig, Project]:
-    """Read the configuration, and open its project; `how`: whether it may remember, and refuses all mistakes."""
+    """Read the configuration and open its project; `how` has the options of `Project.open`."""
     from pipeline.project.project import Project
 
     loaded = load_config(file, sets)
@@ -254,7 +254,7 @@ def print_json(document: object) -> None:
 
 
 def show(document: Callable[[], object], text: Callable[[], Iterable[RenderableType]], *, as_json: bool) -> None:
-    """Print a result as JSON or as text, whichever is wanted."""
+    """Print a result as JSON or text."""
     if as_json:
         print_json(document())
         return
@@ -264,7 +264,7 @@ def show(document: Callable[[], object], text: Callable[[], Iterable[RenderableT
 
 
 def show_dry_run(undone: str, again: str, *words: object) -> None:
-    """Say that nothing was done, and which command does it."""
+    """Print that this was a dry run, and the command that does the work."""
     typer.echo(f"dry run: nothing {undone}; to apply: {as_typed(Command.of(again, *words, '--yes'))}")
 
 

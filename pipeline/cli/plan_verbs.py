@@ -1,4 +1,4 @@
-"""`pipeline plan`, what `submit --dry-run` and `--emit` show, and `find-batch`: what runs would take."""
+"""`pipeline plan`, `pipeline find-batch`, and the output of `submit --dry-run` and `--emit`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from pipeline.stages.jobs import StagePlan
 
 NO_SLURM = "note: no Slurm answers here: the plan ignores the limits of the cluster"
-UNPLANNED = (StageName.EVALUATE, StageName.PREDICT, StageName.REGENERATE)  # follow from a training, or a list
+UNPLANNED = (StageName.EVALUATE, StageName.PREDICT, StageName.REGENERATE)  # depend on a training or a damage list
 PLANNED = (*(name for name in StageName if name not in UNPLANNED), "all")
 
 
@@ -145,7 +145,7 @@ plan = alone("plan", plan_command, WithGraph)
 def _show_stages(
     stage: str, loaded: LoadedConfig, project: Project, executor: Executor, *, as_json: bool, verbose: bool
 ) -> None:
-    """Print what a stage and those it needs would take."""
+    """Print the expected resources of a stage and those it needs."""
     from pipeline.errors import PipelineError
     from pipeline.report import tables
     from pipeline.report.plan_tables import stages_report
@@ -165,7 +165,7 @@ def _show_stages(
                 raise
             notes.append(f"{name}: {error}")
             continue
-        if project.config.cluster.executor == "local":  # a cluster is asked when jobs are submitted
+        if project.config.cluster.executor == "local":  # the cluster is asked at submission
             executor.check(job_of(None, project.config, plan.job))
         plans.append(plan)
     planned = estimates(project, plans, executor, loaded.origins)
@@ -181,7 +181,7 @@ def _show_stages(
 
 
 def _early_plan(loaded: LoadedConfig, project: Project, executor: Executor) -> str:
-    """Say what training would take by the sizes of a scan, or why that cannot be known yet."""
+    """Describe the plan of training by the sizes of a scan, or why there is none yet."""
     from pipeline.errors import PipelineError
     from pipeline.report.plan_tables import training_answer
 
@@ -213,7 +213,7 @@ def _show_script(project: Project, executor: Executor, *, traced: Sequence[str],
 def _training(
     loaded: LoadedConfig, project: Project, executor: Executor, *, probing: bool = False, **asked: Any
 ) -> TrainOutlook:
-    """Plan training; `asked`: the GPUs, sizes and details."""
+    """Plan training; `asked` has the options of the command."""
     from pipeline.planning.offers import Question
     from pipeline.planning.prepare import shown_plan
 
@@ -229,7 +229,7 @@ def _training(
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send what user code and its child processes print to stderr: stdout is for the plan."""
+    """Redirect the output of user code and its child processes to stderr: stdout is for the plan."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -265,7 +265,7 @@ def _show_training(
 
 
 def show_plan(submission: Submission, emit: Path | None) -> None:
-    """Print what each stage would do, and the scripts that would be submitted, or write them into the folder `emit`."""
+    """Print the work of each stage and the scripts to submit, or write the scripts into the folder `emit`."""
     from pipeline.engine.lifecycle import scripts
     from pipeline.report import tables
     from pipeline.report.plan_tables import stages_report

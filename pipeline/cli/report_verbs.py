@@ -1,4 +1,4 @@
-"""Verbs that look back: `items` of a scan, `report` of what a run used, `compare` of trainings, `replay` of a step."""
+"""Commands on results: `items` of a scan, `report` of a run, `compare` trainings, `replay` a step."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 PRINTED = Path("-")
 
 
-ITEMS_SHOWN = 40  # of a table; --json and the file have all
+ITEMS_SHOWN = 40  # rows of a table; --json and the file have all
 KEYS = ("scan_key", "graph_key", "key")
 TOO_WIDE = (*KEYS, "origin", "place")
 COLUMNS = ("micro-batch", "items", "sizes", "planned", "took", "loss", "outcome")
-_NAMES = {"took": "process grew"}  # where tensors are not counted
+_NAMES = {"took": "process grew"}  # shown if tensors are not counted
 SHOWN = 2  # items of a micro-batch
 RUNGS = ("", "checkpointing", "offload", "cpu")
 
@@ -94,7 +94,7 @@ def _print_array(rows: Iterator[Mapping[str, str]]) -> None:
 
 
 def _scanned(run: str | None, config: Path | None, sets: Sequence[str] | None) -> RunFolder:
-    """Return the run that is named, or the newest that has listed its items."""
+    """Return the named run, or the newest with a list of its items."""
     from pipeline.journal.run_folder import runs_in
 
     asked = runs_in(load_config(config, sets).config.cluster.runs) if run is None else [run_folder(run, config, sets)]
@@ -190,7 +190,7 @@ def compare_command(
 
 
 def _models(named: Sequence[str], config: Path | None, sets: Sequence[str] | None) -> list[ComparedModel]:
-    """Return the trainings that are named, each once; without names all in the folder of models."""
+    """Return the named trainings, each once. Default: all models of the project."""
     from pipeline.planning.trained_model import model_names
     from pipeline.views.compared_models import read_model
 
@@ -202,7 +202,7 @@ def _models(named: Sequence[str], config: Path | None, sets: Sequence[str] | Non
 
 
 def _compared(name: str, config: Path | None, sets: Sequence[str] | None) -> list[ComparedModel]:
-    """Return the trainings of a run, or the model of that name or in that folder."""
+    """Return the trainings of a run, or the model with that name or folder."""
     from pipeline.errors import ConfigError
     from pipeline.journal.run_folder import by_path, find_run
     from pipeline.views.compared_models import models_of_run, read_model
@@ -259,7 +259,7 @@ def replay_command(
 
 
 def _shown(document: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Yield the result of a replayed step: its micro-batches, its memory, and where the fault begins."""
+    """Yield the result of a replayed step: micro-batches, memory, and the origin of the fault."""
     from pipeline.report import tables
     from pipeline.units import format_bytes
 
@@ -273,7 +273,7 @@ def _shown(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     if document["counted"]:
         allowed = format_bytes(document["limit_bytes"])
         yield f"{format_bytes(document['reserved_bytes'])} reserved at the peak; the run's device allowed {allowed}"
-    if document["suspects"][1:]:  # the first is in the verdict
+    if document["suspects"][1:]:  # the verdict has the first one
         yield from ("", *(f"  {part['words']}" for part in document["suspects"]))
     if document["traced"]:
         yield document["traced"]["words"]
@@ -282,7 +282,7 @@ def _shown(document: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def _row(part: Mapping[str, Any], *, counted: bool) -> Sequence[str]:
-    """Return the table row of a micro-batch; where tensors are not counted, with the growth of the process."""
+    """Return the table row of a micro-batch; if tensors are not counted, with the growth of the process."""
     from pipeline.units import format_bytes
 
     items = ", ".join(part["items"][:SHOWN]) + (", …" if len(part["items"]) > SHOWN else "")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pipeline.report.live_status import RunProgress
 
 LOOK_EVERY_S = 0.1
-AT_ONCE_S = 5.0  # how long a new run may take to say what there is to do
+AT_ONCE_S = 5.0  # how long to wait for the plan of a new run
 
 
 def submit_command(
@@ -100,14 +100,14 @@ def submit_command(
 
 
 def run_submission(submission: Submission, *, follow: bool, as_json: bool = False) -> None:
-    """Start a run, unless one is doing the same already, and show it to its end where that is wanted or near."""
+    """Start a run, unless an active one does the same; show it to its end if requested or near."""
     from pipeline.engine.submission import checked, create, start
     from pipeline.project.project import stays
     from pipeline.report.live_status import RunProgress
 
     with RunProgress() as progress, checked(submission, progress.planning, _note) as submission:
         executor, config = submission.executor, submission.project.config
-        follow = follow or config.cluster.executor == "allocation"  # which ends with the script that typed this
+        follow = follow or config.cluster.executor == "allocation"  # it would end with the calling script
         folder, is_new = create(submission)
         watch = f"  watch it: {_status_of(folder)}"
         if not is_new:
@@ -126,7 +126,7 @@ def run_submission(submission: Submission, *, follow: bool, as_json: bool = Fals
 
 
 def _has_ended_at_once(folder: RunFolder) -> bool:
-    """Wait until something was found to do in a new run, or some seconds; tell whether it has ended."""
+    """Wait some seconds until a new run has found work; return whether it has ended."""
     from pipeline.journal.run_status import ENDED, StatusReader
     from pipeline.waiting import wait_for
 
@@ -141,12 +141,12 @@ def _has_ended_at_once(folder: RunFolder) -> bool:
 
 
 def _status_of(folder: RunFolder) -> str:
-    """Return the command that watches a run, with its path from the current folder."""
+    """Return the command that watches a run; the path is relative."""
     return str(Command.of("status", os.path.relpath(folder.path), "--watch"))
 
 
 def _note(text: str) -> None:
-    """Print a note on stderr, above what is drawn there."""
+    """Print a note on stderr, above the live lines."""
     from pipeline.report.tables import show_parts
 
     show_parts(f"! {text}", to_stderr=True)
@@ -159,7 +159,7 @@ def _follow(folder: RunFolder, executor: Executor, progress: RunProgress, *, as_
     def watch(reader: ViewReader) -> None:
         try:
             progress.show(reader.status, reader.now)
-        except (BrokenPipeError, SystemExit) as error:  # its reader has gone: rich turns one into the other
+        except (BrokenPipeError, SystemExit) as error:  # the reader of our output is gone; rich turns this into an exit
             raise SupervisorStopped from error
 
     supervisor = Supervisor(folder, executor, watch)

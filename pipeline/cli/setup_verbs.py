@@ -1,4 +1,4 @@
-"""`pipeline init`, `doctor`, `demo`, `completion` and `config`: what comes before a run."""
+"""Commands before the first run: `pipeline init`, `doctor`, `demo`, `completion` and `config`."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def demo_command(
     from pipeline.setup.demo_project import make_project, what_to_look_at
 
     make_project(folder, recipe)
-    os.environ.pop(ENVIRONMENT, None)  # commands find the project that is made here
+    os.environ.pop(ENVIRONMENT, None)  # so that commands find the new project
     with chdir(folder):
         for command in _main_demo() if recipe is None else _recipe_demo():
             _run(context, command)
@@ -175,7 +175,7 @@ def demo_command(
 
 
 def _main_demo() -> Iterator[Command]:
-    """Print what each act shows, and return its commands."""
+    """Run the acts of the demo and print their output; return the commands."""
     from pipeline.setup.demo_project import flip_a_byte
 
     _begin("1/5 Scan", "pipeline reads each structure once, and reports a broken file instead of stopping.")
@@ -208,7 +208,7 @@ def _begin(act: str, what: str) -> None:
 
 
 def _run(context: typer.Context, command: Command) -> None:
-    """Run a command in this process as if it was typed; damage that it reports does not end the demo."""
+    """Run a command in this process as if it was typed; reported damage does not end the demo."""
     from pipeline.errors import CacheDamaged
 
     typer.secho(f"$ {command}", bold=True)

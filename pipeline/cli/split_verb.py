@@ -1,4 +1,4 @@
-"""`pipeline data split`: splits that share nothing, made or checked."""
+"""`pipeline data split`: makes or checks splits that share nothing."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def split_command(
 
 
 def _wanted(fractions: str | None, folds: int | None) -> dict[str, float]:
-    """Return what share of the items each split is to have."""
+    """Return the wanted share of items of each split."""
     if folds is not None:
         if fractions is not None:
             refuse("cannot be combined with --folds", "--fractions", LIKE_FOLDS)
@@ -142,7 +142,7 @@ def _divide(
 
 
 def _division_shown(document: dict[str, Any], division: Division, shared: SharedItems) -> Iterator[RenderableType]:
-    """Yield what was divided, into what, and what is remarkable about it."""
+    """Describe a division: its items, splits and remarks."""
     from pipeline.report import tables
 
     rejected = f", {shared.rejected:,} rejected" if shared.rejected else ""
@@ -176,7 +176,7 @@ def _size(median: float | None) -> str:
 
 
 def _check(project: Project, clusters: Sequence[Path] | None, out: Path | None, *, as_json: bool) -> None:
-    """Say what the splits share; exit with 3 where they share anything."""
+    """Print the content that splits share; exit with 3 if there is any."""
     from pipeline.dataset.split_data import read_shared, shared_levels, write_leaking
     from pipeline.errors import DataError
     from pipeline.report import tables

@@ -1,1 +1,1 @@
-"""Records in, text for people out; knows no executor."""
+"""Turns records into text, charts and HTML; imports no executor."""

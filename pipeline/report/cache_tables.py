@@ -1,4 +1,4 @@
-"""A cache as text: what it holds, what validation, repair and compaction found and did, what cleaning removes."""
+"""A cache as text: its content, and the results of validation, repair, compaction and cleaning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.store.shard_index import StoreStat
 
 AsTyped: TypeAlias = "Callable[[Command], object]"
-DIGEST_LETTERS = (32, 64)  # of a digest, the first few of which say enough
+DIGEST_LETTERS = (32, 64)  # hexadecimal digits of a digest, and of a shortened one
 NAMED = 5
 NOT_KNOWN = Command.submit("all")
 TO_LOOK = "(or with --dry-run)"
@@ -45,8 +45,8 @@ STORES: tuple[Column, ...] = (
 )  # fmt: skip
 RECIPES: tuple[Column, ...] = (("KIND", 0), ("RECORDS", 1, "count"), ("SIZE", 2, "bytes"), ("SETTINGS", 3))
 UNREADABLE: tuple[Column, ...] = (("KIND", 0), ("UNREADABLE FILE", 1), ("WHY", 2))
-FILES_SHOWN = 20  # shards that have a line each
-FAULTS = {  # fault → the noun, and the damage
+FILES_SHOWN = 20  # shards with a line of their own
+FAULTS = {  # fault → noun, damage
     "index": ("fault", "of the index"),
     "header": ("header", "damaged"),
     "table": ("table", "damaged"),
@@ -113,7 +113,7 @@ def holdings_lines(held: Holdings, as_typed: AsTyped = str) -> list[RenderableTy
         shown += [
             f"{kind}: missing records unknown: {as_typed(Command.submit(kind))}   {TO_LOOK}" for kind in held.unknown
         ]
-    elif held.unknown:  # what a reader gives needs nothing
+    elif held.unknown:  # stages that a reader's data set does not need are missing
         shown.append(f"missing records unknown: {as_typed(NOT_KNOWN)}   {TO_LOOK}")
     if held.report:
         shown += _validation_lines(held, held.report, as_typed)
@@ -129,7 +129,7 @@ def holdings_lines(held: Holdings, as_typed: AsTyped = str) -> list[RenderableTy
 
 
 def holdings_report(held: Holdings, as_typed: AsTyped, *, verbose: bool) -> list[RenderableType]:
-    """Say how much a cache holds, and whether any of it is damaged; then the kinds of records, and what is missing."""
+    """Describe a cache: size, damage, kinds of records, missing records."""
     lines = holdings_lines(held, as_typed)
     if not held.is_there:
         return lines
@@ -142,7 +142,7 @@ def holdings_report(held: Holdings, as_typed: AsTyped, *, verbose: bool) -> list
 
 
 def _layer_lines(held: Holdings, as_typed: AsTyped) -> Iterator[str]:
-    """Yield which caches below are read, and which are left out and why."""
+    """Yield the caches of `cache.under` that are read, and the skipped ones with reasons."""
     if held.under:
         yield f"also reads {first_few(map(str, held.under), NAMED)}"
     for refused in held.left_out:
@@ -172,15 +172,15 @@ def _validation_lines(held: Holdings, report: DamageReport, as_typed: AsTyped) -
 
 
 def said(remedy: str | Command, as_typed: AsTyped) -> object:
-    """Return what to do next as it is printed; complete a command with the typed options."""
+    """Format a remedy; complete a command with the typed options."""
     return as_typed(remedy) if isinstance(remedy, Command) else remedy
 
 
 def checked_lines(kinds: Mapping[str, Summary], summary: Summary, place: str) -> list[RenderableType]:
-    """Say whether a validation found damage and how much it checked; then the findings of each kind, and their list."""
+    """Describe a validation: its result, the findings of each kind, and their list."""
     tallies = kinds.values()
     records, files = sum(tally.records for tally in tallies), sum(tally.shards for tally in tallies)
-    has_unread = any(tally.listed for tally in tallies)  # such records do not count as intact
+    has_unread = any(tally.listed for tally in tallies)  # these records do not count as intact
     unread = "   (--full also reads the records)" if has_unread else ""
     answer = f"✓ No damage: {plural(records, 'record')} in {plural(files, 'file')}{unread}"
     if summary.findings:
@@ -224,7 +224,7 @@ def mended_table(kinds: Mapping[str, Repaired]) -> list[RenderableType]:
 
 
 def _fate(plan: ShardPlan) -> str:
-    """Say what repair does with a shard or an index."""
+    """Return the action of a repair on a shard or an index."""
     if plan.fate is Fate.LEFT:
         return f"leave alone: {plan.stays}"
     if plan.fate is Fate.INDEXED:
@@ -273,7 +273,7 @@ def compacted_lines(kinds: Sequence[Compacted], *, did: bool) -> list[Renderable
 
 
 def _after(kind: Compacted, *, did: bool) -> str:
-    """Say what compaction does with the small files of a kind."""
+    """Return the effect of a compaction on a kind."""
     if not kind.small:
         return "-"
     left, gone = kind.of(Fate.LEFT), kind.of(Fate.GONE)
@@ -289,7 +289,7 @@ UNNEEDED: tuple[Column, ...] = (
 
 
 def cleaning_lines(cleaning: Cleaning, as_typed: AsTyped = str) -> list[RenderableType]:
-    """Show what cleaning would remove, and which unneeded files stay and why."""
+    """Show the files that cleaning would remove, and the unneeded files that stay with reasons."""
     dead, leftovers = list(cleaning.dead()), [(name, *counts) for name, counts in _by_what(cleaning.leftovers).items()]
     shown: list[RenderableType] = []
     for columns, rows in ((UNNEEDED, dead), (LEFTOVERS, leftovers)):
@@ -301,7 +301,7 @@ def cleaning_lines(cleaning: Cleaning, as_typed: AsTyped = str) -> list[Renderab
 
 
 def _staying(cleaning: Cleaning, as_typed: AsTyped) -> Iterator[str]:
-    """Yield which unneeded records and files stay, and why."""
+    """Yield the unneeded records and files that stay, with reasons."""
     grace_s = cleaning.asked.grace_s
     reasons = {
         Fate.YOUNG: f"in files younger than {_span(grace_s)} (--older-than)",

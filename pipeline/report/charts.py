@@ -1,4 +1,4 @@
-"""The charts that `charts.html` draws: axes with round numbers in a unit that suits them, lines, and rows of bars."""
+"""The charts of `charts.html`: axes with round numbers and fitting units, lines, and rows of bars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 STEPS = (1, 2, 2.5, 5, 10)
-WHOLE_TICKS = 6  # about so many on an axis over whole numbers
+WHOLE_TICKS = 6  # approximate ticks on an axis over whole numbers
 KILO = 1024
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 DAY_S = 86400
@@ -22,17 +22,17 @@ TIME_STEPS_S = (
     2 * 86400, 5 * 86400, 10 * 86400, 30 * 86400,
 )  # fmt: skip
 ROUNDING, TINY = 1e-9, 1e-300
-ROUNDED = 1e-3  # of a step
-LEAST_PLAIN, MOST_PLAIN, MOST_PLACES = 1e-4, 1e7, 6  # of numbers that are said without an exponent
-SHORT_S = 600  # of a shorter run the axis says seconds since its beginning
+ROUNDED = 1e-3  # roundest steps between ticks
+LEAST_PLAIN, MOST_PLAIN, MOST_PLACES = 1e-4, 1e7, 6  # range of numbers written without an exponent
+SHORT_S = 600  # the axis of a shorter run shows seconds since its start
 _MANY, _HUGE, _FEW = 1e3, 1e10, 1e-3
 Point = tuple[float, float]
 COLOURS = 8
-DOTS = 40  # points of a line up to which each is marked
+DOTS = 40  # a line with at most this many points marks each
 
 
 def moment(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Format seconds since 1970 in UTC, as readers of a page may be in any time zone."""
+    """Format seconds since 1970 in UTC, as readers may be in any time zone."""
     return datetime.fromtimestamp(at, tz=UTC).strftime(form)
 
 
@@ -120,7 +120,7 @@ def time_axis(begun: float, end: float, *, most: int = 6) -> Axis:
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
-    """Widen a range that is empty up to rounding: it would have no round ticks."""
+    """Widen a range that is empty up to rounding, which has no round ticks."""
     largest = max(abs(low), abs(high))
     if largest < TINY:
         return 0.0, 1.0
@@ -139,11 +139,11 @@ class Size(NamedTuple):
     """The size of a chart in pixels, with the margins left and right of its axis; `css` says on which screens."""
 
     width: int
-    height: int = 0  # of bars: as many rows as there are
+    height: int = 0  # a chart of bars is as high as its rows
     css: str = ""
     left: int = 52
     right: int = 10
-    every: int = 1  # of the ticks along the bottom, those that have room
+    every: int = 1  # ticks along the bottom that have room
 
 
 SMALL = Size(380, 210)
@@ -157,7 +157,7 @@ class Line:
     points: Sequence[Point]
     colour: int = 0
     style: str = ""  # `thin`, `dashed`, `plain`; `points`: without the line
-    hints: Sequence[str] = ()  # what each point says when it is pointed at
+    hints: Sequence[str] = ()  # tooltips of the points
 
     @property
     def css(self) -> str:
@@ -174,7 +174,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A span of a row; one with an `inset` is thinner by so many pixels on either side."""
+    """A span in a row; `inset` makes it thinner by that many pixels on either side."""
 
     start: float
     end: float
@@ -195,7 +195,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines over two axes, or rows of bars over one; each axis is made for the sizes at which it is drawn."""
+    """A chart of lines over two axes, or of rows of bars over one; axes are made for the drawn size."""
 
     title: str
     x: Axis
@@ -210,7 +210,7 @@ def line_chart(
     title: str, x: Axis, lines: Sequence[Line], y: Callable[[float, float], Axis] = number_axis,
     sizes: Sequence[Size] = (SMALL,),
 ) -> Chart:  # fmt: skip
-    """Return a chart of lines, with an axis for their finite values; without any, it has no lines."""
+    """Return a chart of lines, with an axis for their finite values."""
     values = [value for line in lines for _, value in line.points if math.isfinite(value)]
     named = [(line.name, line.css) for line in lines if line.name]
     axis = y(min(values), max(values)) if values else None
@@ -218,12 +218,12 @@ def line_chart(
 
 
 def from_zero(unit: str = "") -> Callable[[float, float], Axis]:
-    """Return the maker of an axis that begins at 0."""
+    """Return a function that makes an axis from 0."""
     return lambda _, high: number_axis(0, high, unit)
 
 
 def path(points: Iterable[Point], x: Axis, y: Axis, ends: Point, heights: Point) -> str:
-    """Return the SVG path through some points; the pen is lifted where a value is not finite."""
+    """Return the SVG path through some points, with gaps at values that are not finite."""
     words, is_drawing = [], False
     for a, b in points:
         if math.isfinite(b):
@@ -234,7 +234,7 @@ def path(points: Iterable[Point], x: Axis, y: Axis, ends: Point, heights: Point)
 
 
 def thinned(values: Sequence[_T], most: int) -> list[_T]:
-    """Return `most` evenly spaced values at most, with the first and the last among them."""
+    """Return at most `most` evenly spaced values, including the first and the last."""
     if len(values) <= most:
         return list(values)
     return [values[place * (len(values) - 1) // (most - 1)] for place in range(most)]

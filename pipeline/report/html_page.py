@@ -1,4 +1,4 @@
-"""The HTML reports: each is one file that loads nothing and that a browser allows nothing else."""
+"""The HTML reports: self-contained files; their content security policy forbids loading anything."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _digest(name: str) -> str:
 
 
 def shown(row: Any, column: Column) -> tuple[str, float | str | None]:
-    """Return the text of a cell, and what a number is sorted by: an unknown one comes last."""
+    """Return the text of a cell and, for a number, its sort key; unknown numbers come last."""
     value, kind = value_in(row, column), kind_of(column)
     if kind not in NUMBERS:
         text = "" if value is None else LISTS[kind](value) if kind in LISTS else str(value)

@@ -1,4 +1,4 @@
-"""Progress while it is made: the stages of a run, checks and downloads, and `status --watch`."""
+"""Live progress: the stages of a run, checks, downloads, and `status --watch`."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ LINE_EVERY_S = 10.0
 LOOK_EVERY_S = 0.25
 FRAMES_PER_S = 8
 EVERY_S = 2.0
-GLANCE_S = 0.2  # how soon a terminal's new size is seen
-CHANGES = 30  # of a stage, from which its pace is computed
+GLANCE_S = 0.2  # how soon a resized terminal is noticed
+CHANGES = 30  # changes of a stage from which its speed is computed
 LEAVES = "Ctrl-C leaves; the run continues"
 
 
 class LiveLines:
-    """Progress on stderr (stdout is for the document): lines that a terminal draws again and again, else now and then.
+    """Progress on stderr (stdout is for results): redrawn lines on a terminal, else a line now and then.
 
-    What is printed meanwhile stands above them.
+    Other output is printed above the redrawn lines.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class LiveLines:
         self._quiet_since = self._begun
         self._rows: list[Row] = []
         self._notes: list[str] = []
-        self._printed: set[str] = set()  # rows and notes that do not change any more
+        self._printed: set[str] = set()  # rows and notes that are final
         self._said_at: dict[str, float] = {}
         self._said: dict[str, Text] = {}  # the last line of each row
         self._live = Live(
@@ -66,7 +66,7 @@ class LiveLines:
         self.close()
 
     def close(self) -> None:
-        """Stop drawing; only the lines that were printed for good stay."""
+        """Stop drawing; final lines stay."""
         self._live.stop()
         for handler in self._handlers:
             handler.setStream(sys.stderr)
@@ -79,11 +79,11 @@ class LiveLines:
             self._live.start(refresh=True)
             own = (each for each in logging.getLogger().handlers if isinstance(each, logging.StreamHandler))
             self._handlers += [each for each in own if each.stream is self._console.file]
-            for handler in self._handlers:  # else their lines would be glued to the last one
-                handler.setStream(sys.stderr)  # which now prints above
+            for handler in self._handlers:  # so that it does not continue the last line
+                handler.setStream(sys.stderr)  # its stream now prints above the live lines
 
     def _print_now_and_then(self) -> None:
-        """Without a terminal: print a line of what goes on, and again after a while if it has changed."""
+        """Without a terminal: print a line of progress, and later another if it has changed."""
         moment = time.monotonic()
         for row in (row for row in self._rows if row.state is State.RUNNING and SOON not in row.parts):
             what = f"{row.name} {row.since}"
@@ -106,12 +106,12 @@ class LiveLines:
 
     @property
     def _width(self) -> int:
-        """Columns of a line, with room for symbols that are longer where the terminal cannot encode them."""
+        """Columns of a line; ASCII replacements of symbols need more room."""
         room = 0 if self._console.encoding.startswith("utf") else len("...")
         return self._console.width - room if self._console.is_terminal else NO_TERMINAL
 
     def _drawn(self) -> Text:
-        """Return the lines that may still change, none longer than the terminal is wide."""
+        """Return the lines that may still change, cut to the width of the terminal."""
         now = time.time()
         mark = SPINNER[int(now * FRAMES_PER_S) % len(SPINNER)]
         left = [row for row in self._rows if row.name not in self._printed]
@@ -121,7 +121,7 @@ class LiveLines:
 
 
 class RunProgress(LiveLines):
-    """Progress of a run, a line per stage; while nothing was found to do, none is printed for good."""
+    """The progress of a run, a line for each stage; final lines are printed only after work was found."""
 
     def __init__(self, stages: Sequence[str] = ()) -> None:
         super().__init__()
@@ -130,14 +130,14 @@ class RunProgress(LiveLines):
         self._looked_at = self._quiet_since = -math.inf
 
     def planning(self, name: str, words: str = "") -> None:
-        """Show on a terminal that a stage is planned, before anything is submitted."""
+        """Show on a terminal that a stage is being planned."""
         row = planning_row(name, time.time(), words)
         self._rows = [row if stage == name else waiting_row(stage) for stage in self._stages]
         if self._console.is_terminal:
             self._redraw()
 
     def show(self, status: RunStatus, seen: Callable[[], RunView]) -> None:
-        """Show a run, unless that was done a moment ago and no stage has begun or ended since."""
+        """Show a run, unless it was shown a moment ago and no stage has begun or ended since."""
         states = [(stage.name, stage.state.value) for stage in status.stages.values()]
         if states != self._states or time.monotonic() - self._looked_at >= LOOK_EVERY_S:
             self._take(seen())
@@ -145,17 +145,17 @@ class RunProgress(LiveLines):
             self._states, self._looked_at = states, time.monotonic()
 
     def end(self, run: RunView) -> bool:
-        """Print what is left to say of the stages of a run that has ended; return whether anything was printed."""
+        """Print the remaining final lines of an ended run; return whether any line was printed."""
         self._take(run)
         self.close()
         if self._has_work:
             self._print(row for row in self._rows if row.state is not State.WAITING)
-        for name in ("",) if self._has_work else ("scan", "train"):  # of the data and of settings, also without work
+        for name in ("",) if self._has_work else ("scan", "train"):  # notes on data and settings, also without work
             self._print_notes(name)
         return bool(self._printed)
 
     def _take(self, run: RunView) -> None:
-        """Compute the lines of a run, and print those that do not change any more."""
+        """Compute the lines of a run, and print the final ones."""
         stages = run.status.in_order()
         self._has_work = self._has_work or any(stage.missing or stage.error for stage in stages)
         rows = rows_of(run, self._meter.take(run.status, time.time()))
@@ -176,7 +176,7 @@ class RunProgress(LiveLines):
 
 
 class WorkBar(LiveLines):
-    """Progress of work on files: checking or copying them."""
+    """The progress of work on files: checking or copying them."""
 
     def __init__(self, name: str, files: int | None = None) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class WorkBar(LiveLines):
         self._files = self._bytes = self._wrong = 0
 
     def take(self, checked: Checked) -> None:
-        """Show that one more file was looked at."""
+        """Count a checked file."""
         self._bytes += checked.read_bytes
         self._wrong += len(checked.findings)
         self._files += bool(checked.shard)
@@ -193,7 +193,7 @@ class WorkBar(LiveLines):
         self._draw((*parts, f"{self._wrong:,} wrong"), self._files, self._total)
 
     def show(self, copied: int, total: int) -> None:
-        """Show how many bytes of all are copied, and how long the rest will take."""
+        """Show the copied bytes and the remaining time."""
         pace = self._pace(copied)
         parts = [f"{short_bytes(copied)}/{short_bytes(total)}", f"{short_bytes(pace)}/s"]
         parts += [f"about {short_seconds((total - copied) / max(pace, 1e-9))} left"] if copied < total else []
@@ -209,7 +209,7 @@ class WorkBar(LiveLines):
 
 
 class PaceMeter:
-    """Speed of stages over their last changes: it adapts, and falls while no item is finished."""
+    """The speed of stages over their last changes; it falls while no item is finished."""
 
     def __init__(self) -> None:
         self._seen: dict[str, deque[tuple[float, int]]] = {}
@@ -219,10 +219,10 @@ class PaceMeter:
         return {stage.name: self._of(stage, now) for stage in status.stages.values()}
 
     def _of(self, stage: StageStatus, now: float) -> float:
-        begun = (stage.started_at, 0)  # at first only the mean so far is known
+        begun = (stage.started_at, 0)  # at first only the mean is known
         changes = self._seen.setdefault(stage.name, deque([begun], maxlen=CHANGES))
         done = stage.items_done
-        if done < changes[-1][1]:  # a task was split, or begins again
+        if done < changes[-1][1]:  # a task was split or retried
             changes.clear()
             changes.append((now, done))
         elif done > changes[-1][1]:
@@ -232,7 +232,7 @@ class PaceMeter:
 
 
 def watched(look: Callable[[], RunView], report: Report) -> None:
-    """Show the run that `look` returns until it has ended, or until Ctrl-C; the last report stays on the screen."""
+    """Show the run that `look` returns until its end or Ctrl-C; the last report stays on the screen."""
     last: list[RunView] = []
     console = the_console()
 
@@ -247,7 +247,7 @@ def watched(look: Callable[[], RunView], report: Report) -> None:
             _on_screen(console, looks(), report)
         else:
             _as_lines(looks(), report)
-    except KeyboardInterrupt:  # leaving is no failure
+    except KeyboardInterrupt:  # Ctrl-C is not a failure
         pass
     for run in last:
         show_parts(*report(run, {}))
@@ -267,7 +267,7 @@ def _on_screen(console: Console, looks: Iterable[RunView], report: Report) -> No
 
 
 def _cropped(console: Console, parts: Iterable[RenderableType]) -> SegmentLines:
-    """Return the lines that a terminal has room for: the first, and the last, which say what helps."""
+    """Return the lines that fit a terminal: the first, and the last ones, which name the next command."""
     first, *more = console.render_lines(grouped(parts, console.width), pad=False)
     return SegmentLines([first, *more[max(0, len(more) + 1 - console.height) :]], new_lines=True)
 
@@ -276,7 +276,7 @@ def _as_lines(looks: Iterable[RunView], report: Report) -> None:
     """Print a report whenever it has changed."""
     before = None
     for run in looks:
-        document = replace(run, at=math.inf).to_json()  # a clock is no change
+        document = replace(run, at=math.inf).to_json()  # ignores clocks
         if document != before:
             show_parts(*report(run, {}), "")
             sys.stdout.flush()

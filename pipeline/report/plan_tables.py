@@ -1,4 +1,4 @@
-"""Plans as text: the answer first; then memory by component, batches, the job, and where each number comes from."""
+"""Plans as text: the answer first; then memory by component, batches, the job, and the sources of numbers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from pipeline.memory.planning.memory_plan import Configuration, MemoryPlan
 from pipeline.memory.outlook import TrainOutlook
 
-MOST_ROWS = 12  # of activations by module
-LEAST_SHARE = 0.002  # of the peak: smaller parts are summed
+MOST_ROWS = 12  # most modules of activations
+LEAST_SHARE = 0.002  # parts below this share of the peak are summed
 NAMED = 5
 WORDS = {
     "parameters": "parameters",
@@ -52,7 +52,7 @@ ESTIMATES: tuple[Column, ...] = (
 
 
 def training_answer(plan: TrainOutlook, partition: str = "", *, verbose: bool = False) -> list[str]:
-    """Say whether training fits, what its job requests, and how a step is cut; then what needs attention."""
+    """Describe a plan: whether training fits, the job's request, the micro-batches, and warnings."""
     chosen = plan.plan
     offers = [_offer_cells(planned, plan) for planned in plan.alternatives or [PlannedOffer(plan.offer, chosen)]]
     width = max(len(verdict) for verdict, _ in offers)
@@ -75,7 +75,7 @@ def training_answer(plan: TrainOutlook, partition: str = "", *, verbose: bool = 
 
 
 def _offer_cells(planned: PlannedOffer, outlook: TrainOutlook) -> tuple[str, str]:
-    """Say whether training fits an offer; then how much memory it takes and, of several offers, the cost of each."""
+    """Return the cells of an offer: whether training fits, its memory and, with several offers, the cost."""
     plan, name = planned.plan, planned.offer.name
     if plan is None or planned.gpu_hours is None or planned.hours is None:
         return f"✗ Does not fit {name}", planned.why
@@ -95,7 +95,7 @@ def _offer_cells(planned: PlannedOffer, outlook: TrainOutlook) -> tuple[str, str
 
 
 def _cut(plan: TrainOutlook) -> str:
-    """Say how the items of a step are cut into micro-batches."""
+    """Describe the micro-batches of a step."""
     request, cuts = plan.plan.request, plan.plan.cuts
     step = min(request.batch, plan.items)
     holders = f"{request.ranks} {'GPU' if plan.gpus else 'processe'}s × " if request.ranks > 1 else ""
@@ -110,7 +110,7 @@ def _about(seconds: float) -> str:
 
 
 def _attention(plan: TrainOutlook) -> Iterator[str]:
-    """Yield what a person should know before training starts, each with its fix."""
+    """Yield warnings, each with its fix."""
     chosen, batch = plan.plan, plan.plan.request.batch
     if batch > plan.items:
         yield f"only {plural(plan.items, 'item')}: a step uses all of them, not {batch} (train.effective_batch)"
@@ -140,7 +140,7 @@ def training_report(plan: TrainOutlook) -> list[RenderableType]:
 
 
 def _verdict(plan: TrainOutlook) -> Iterator[str]:
-    """Yield what is trained, how sure the plan is, and how a step is cut."""
+    """Yield the trained task, the certainty of the plan, and the micro-batches."""
     chosen = plan.plan
     yield f"{plan.task}: {plural(plan.items, 'item')}, {plan.parameters:,} parameters"
     yield f"  fits with a probability of {chosen.probability.value:.0%} ({chosen.probability.origin.value})"
@@ -187,7 +187,7 @@ def _components(plan: TrainOutlook) -> Iterator[RenderableType]:
 
 
 def _parts(chosen: MemoryPlan, live: int) -> Iterator[tuple[str, int]]:
-    """Yield each component with its bytes: the largest activations by module, small ones summed."""
+    """Yield components with their bytes: the largest activations by module, small ones summed."""
     groups: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for part in chosen.parts:
         groups[part.category.value].append((part.name, part.bytes))
@@ -202,7 +202,7 @@ def _parts(chosen: MemoryPlan, live: int) -> Iterator[tuple[str, int]]:
 
 
 def _configurations(plan: TrainOutlook) -> Iterator[RenderableType]:
-    """Show which batch configurations fit which GPUs."""
+    """Show the batch configurations that fit each GPU."""
     if not plan.configurations:
         return
     item = ", ".join(f"{count:,} {name}" for name, count in plan.item.items())
@@ -219,7 +219,7 @@ def _fits(card: str, cut: Configuration) -> str:
 
 
 def _tried(plan: TrainOutlook) -> Iterator[RenderableType]:
-    """Show the remedies that were tried, and the verdict on each."""
+    """Show the tried remedies with the verdict on each."""
     columns: tuple[Column, ...] = (
         ("REMEDY", "remedy"), ("VERDICT", "verdict.value"),
         ("TOTAL", lambda trial: trial.total and trial.total.value, "long bytes"),
@@ -232,7 +232,7 @@ def _tried(plan: TrainOutlook) -> Iterator[RenderableType]:
 
 
 def _job(plan: TrainOutlook) -> Iterator[RenderableType]:
-    """Show what a job requests, and where its memory goes."""
+    """Show a job's request and the use of its memory."""
     chosen = plan.plan
     columns: tuple[Column, ...] = (
         ("HOST MEMORY", "name"), ("PER NODE", "bytes", "long bytes"), ("FROM", "origin.value"), ("", "why"),
@@ -251,7 +251,7 @@ def _job(plan: TrainOutlook) -> Iterator[RenderableType]:
 
 
 def _probes(plan: TrainOutlook) -> Iterator[RenderableType]:
-    """Show what probes measured."""
+    """Show the measurements of probes."""
     columns: tuple[Column, ...] = (
         ("PROBE", "card"), ("OUTCOME", "outcome.value"), ("PREDICTED", "predicted_bytes", "long bytes"),
         ("MEASURED", lambda probe: probe.measured_bytes or None, "long bytes"),
@@ -275,7 +275,7 @@ def _words(plan: TrainOutlook) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What a stage would use; None: unknown."""
+    """The expected use of a stage; None: unknown."""
 
     stage: str
     counts: Mapping[str, int]
@@ -289,20 +289,20 @@ class Estimate:
     disk_bytes: int
     task_s: float | None
     all_s: float | None
-    sources: Mapping[str, str]  # name of a number → where it comes from
+    sources: Mapping[str, str]  # name of a number → its source
 
     @property
     def is_due(self) -> bool:
-        """Whether it has something to do, or will have once the items are scanned."""
+        """Whether it has work, or will have after the scan."""
         return bool(self.tasks or self.counts.get("waiting"))
 
 
 def stages_report(
     stages: Sequence[Estimate], later: Mapping[str, str] = NOTHING, *, verbose: bool = False
 ) -> list[RenderableType]:
-    """Say which stages have work, then what each requests; if asked, also where the numbers come from.
+    """Show the stages with work and their requests; with `detailed`, also the sources of the numbers.
 
-    `later`: of stages that are not planned yet, what is known of them.
+    `later` has lines on stages that are not planned yet.
     """
     due = [stage for stage in stages if stage.is_due]
     known = [stage.all_s for stage in due if stage.all_s is not None]

@@ -1,4 +1,4 @@
-"""A run as text: a line per stage, what needs attention, how it ended, and with every detail."""
+"""A run as text: a line for each stage, warnings, its end; and a report with every detail."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ MARKS = {
     State.STOPPED: ("!", "yellow"),
 }
 MEMORY, SOON = "planning memory…", "planning…"
-PLANNED = ("train", "evaluate", "predict")  # the stages whose memory is planned
+PLANNED = ("train", "evaluate", "predict")  # stages with planned memory
 NAME, BAR, RESULT, TOOK = 10, 12, 40, 7  # columns
-WITH_BAR = 76  # columns of a line that has room for a bar
+WITH_BAR = 76  # least columns of a line with a bar
 RESULTS = {"Model": ("train", "folder"), "Predictions": ("predict", "folder"), "Report": ("validate", "report")}
 CAUSES = {
     Cause.HOST_OOM: "out of memory",
@@ -57,8 +57,8 @@ CAUSES = {
     Cause.CRASHED: "crashed",
     Cause.LOST: "with unknown final state",
 }
-OUT_OF_MEMORY = "out of memory"  # how the warning of a training begins that says the same in the end
-TABLE_COLUMNS = 64  # that the table needs
+OUT_OF_MEMORY = "out of memory"  # start of a warning that the final result repeats
+TABLE_COLUMNS = 64  # columns that the table needs
 AT_A_GLANCE = ("STAGE", "STATE", "DONE", "CACHED", "TIME", "PEAK/REQUESTED")
 STORIES_SHOWN = 5
 TASKS_NAMED = 5
@@ -72,11 +72,11 @@ class Row:
     name: str
     parts: tuple[str, ...] = ()
     took: str = ""
-    share: float | None = None  # that is done of a running one
-    since: float = 0.0  # when it began what it does now, which a clock shows; 0: no clock
+    share: float | None = None  # done share of a running stage
+    since: float = 0.0  # start of its present activity, for a clock; 0: no clock
 
     def line(self, width: int, now: float, mark: str = "") -> Text:
-        """Return the line, at most so wide: parts that do not fit are left out."""
+        """Return the line, cut to a width by leaving out parts."""
         parts = list(self.parts)
         if self.since and parts:
             parts[-1] += f" {short_seconds(max(0.0, now - self.since))}"
@@ -99,7 +99,7 @@ def _bar(share: float) -> str:
 
 
 def joined(parts: Sequence[str], mark: str, room: int) -> str:
-    """Join as many parts as fit: the first and the last stay longest."""
+    """Join as many parts as fit; the first and the last have priority."""
     kept = list(parts)
     while len(kept) > 1 and len(mark.join(kept)) > room:
         kept.pop(max(1, len(kept) - 2))
@@ -107,7 +107,7 @@ def joined(parts: Sequence[str], mark: str, room: int) -> str:
 
 
 def rows_of(run: RunView, pace: Mapping[str, float]) -> list[Row]:
-    """Return a row for each stage of a run; while none runs, the next is being planned."""
+    """Return a row for each stage of a run; if none runs, the next is being planned."""
     status, rows = run.status, list[Row]()
     for stage in status.in_order():
         rows.append(_row(stage, run, pace.get(stage.name, 0.0)))
@@ -145,7 +145,7 @@ def _share(stage: StageStatus) -> float | None:
 
 
 def made(stage: StageStatus, status: RunStatus) -> Iterator[str]:
-    """Yield what an ended stage has made."""
+    """Yield the results of an ended stage."""
     census, unit = stage.census or {}, unit_of(stage.name, stage.counts())
     scan = status.stages.get("scan")
     if stage.name == "scan" and census:
@@ -172,7 +172,7 @@ def made(stage: StageStatus, status: RunStatus) -> Iterator[str]:
 
 
 def trials(stage: StageStatus) -> Iterator[str]:
-    """Yield how far a search is, and its best value."""
+    """Yield the progress of a search and its best value."""
     if stage.search:
         ended = sum(trial.state is not State.RUNNING for trial in stage.asked.values())
         yield f"{ended:,}/{stage.search['trials']:,} trials"
@@ -181,7 +181,7 @@ def trials(stage: StageStatus) -> Iterator[str]:
 
 
 def doing(stage: StageStatus, run: RunView, pace: float) -> Iterator[str]:
-    """Yield what a running stage does, or what it waits for."""
+    """Yield the activity of a running stage, or its wait."""
     states, unit, done = stage.task_states(), unit_of(stage.name, stage.counts()), stage.items_done
     reasons = run.waits_for(stage)
     if reasons and not states.get(State.RUNNING):
@@ -205,14 +205,14 @@ def doing(stage: StageStatus, run: RunView, pace: float) -> Iterator[str]:
 
 
 def notes(stage: StageStatus) -> list[str]:
-    """Return what needs attention: survived failures, then warnings."""
+    """Return survived failures, then warnings."""
     survived = _out_of_memory(stage)
     warnings = [text for text in stage.warnings if not (survived and text.startswith(OUT_OF_MEMORY))]
     return [f"{stage.name}: {text}" for text in (*survived, *_restarts(stage), *_retries(stage), *warnings)]
 
 
 def _out_of_memory(stage: StageStatus) -> list[str]:
-    """Say at which step a training ran out of memory, and how it survived."""
+    """Describe the steps at which a training ran out of memory, and the recovery."""
     said = [figures for figures in stage.figures.values() if figures.get("oom_step")]
     if not said:
         return []
@@ -224,7 +224,7 @@ def _out_of_memory(stage: StageStatus) -> list[str]:
 
 
 def _restarts(stage: StageStatus) -> list[str]:
-    """Say why a training's processes last started again in their job, from where they went on, and what that cost."""
+    """Describe the last restart of a training's processes in their job: reason, step and lost time."""
     if not stage.restarts:
         return []
     last = stage.restarts[-1]
@@ -235,7 +235,7 @@ def _restarts(stage: StageStatus) -> list[str]:
 
 
 def _retries(stage: StageStatus) -> list[str]:
-    """Say how attempts failed, and what was done about it; those that failed in the same way together."""
+    """Describe failed attempts and the reactions; equal failures share a line."""
     failed = [attempt for attempt in stage.failures if attempt.cause is not Cause.CANCELLED]
     return [
         f"{stage.called(alike[0].task) if len(alike) == 1 else plural(len(alike), 'task')}{how}{then}"
@@ -244,13 +244,13 @@ def _retries(stage: StageStatus) -> list[str]:
 
 
 def failures_alike(stage: StageStatus, failed: Sequence[Attempt]) -> dict[tuple[int, str, str], list[Attempt]]:
-    """Group attempts by their number, how they failed and what followed, in words."""
+    """Group attempts by number, failure and reaction."""
     alike: dict[tuple[int, str, str], list[Attempt]] = {}
     for attempt in failed:
         reason = attempt.reason.partition("\n")[0]
         how = f" {CAUSES.get(attempt.cause, attempt.cause.value.replace('_', ' '))}"
         if attempt.cause is Cause.CRASHED and reason:
-            how = f": {reason.partition(';')[0]}"  # without the figures that follow
+            how = f": {reason.partition(';')[0]}"  # without figures
         task = stage.task(attempt.task)
         later = {ended.number: ended.ask for ended in task.ended} | ({task.attempt: task.ask} if task.ask else {})
         following, then = later.get(attempt.number + 1), "retried"
@@ -265,14 +265,14 @@ def failures_alike(stage: StageStatus, failed: Sequence[Attempt]) -> dict[tuple[
 
 
 def held_lines(run: RunView) -> list[str]:
-    """Say what waits for something that does not pass by itself, and what helps; an orphaned run says so itself."""
+    """Describe waits that need a person, with the command that helps; an orphaned run has its own text."""
     return wait_lines(wait for wait in run.stuck if wait.reason != NO_SUPERVISOR)
 
 
 def ending(status: RunStatus, typed: Command, named: Sequence[str] = ()) -> list[str]:
-    """Return how a run ended: the result, what was rejected, where the results are, and what to type next.
+    """Describe the end of a run: result, rejected items, places of results, and the next command.
 
-    `named`: the run as it was typed, where it may not be the newest.
+    `named`: the run as it was typed, if it may not be the newest.
     """
     took = short_seconds(max(0.0, status.ended_at - status.started_at)) if status.started_at else "0s"
     if status.state is State.DONE and not any(stage.missing for stage in status.stages.values()):
@@ -298,12 +298,12 @@ def ending(status: RunStatus, typed: Command, named: Sequence[str] = ()) -> list
 
 
 def _project(typed: Command) -> Command:
-    """Return what a typed command says of where runs are."""
+    """Return the --config and --set of a typed command that decide where runs are."""
     return replace(typed, settings=tuple(pair for pair in typed.settings if pair[0] == "cluster.runs"))
 
 
 def rejected_note(status: RunStatus) -> list[str]:
-    """Say how many items were rejected, why, and give an example."""
+    """Describe rejected items: number, reasons, an example."""
     censuses = [stage.census for stage in status.in_order() if stage.census and stage.census.get("rejected")]
     if not censuses:
         return []
@@ -318,7 +318,7 @@ def rejected_note(status: RunStatus) -> list[str]:
 
 
 def metrics(status: RunStatus) -> list[str]:
-    """Return the metric that chose the best epoch, in validation and in evaluation."""
+    """Return the monitored metric in validation and in evaluation."""
     trained, evaluated = (_census(status, name) for name in ("train", "evaluate"))
     measured = evaluated.get("figures") or {}
     monitor = trained.get("monitor") or next((name for name in measured if not name.startswith("loss")), "loss")
@@ -330,14 +330,14 @@ def metrics(status: RunStatus) -> list[str]:
 
 
 def _places(status: RunStatus) -> Iterator[tuple[str, str]]:
-    """Yield where the results are."""
+    """Yield the places of results."""
     for name, (stage, key) in RESULTS.items():
         if place := _census(status, stage).get(key):
             yield name, min(os.path.relpath(place), str(place), key=len)
 
 
 def _next(status: RunStatus, typed: Command, named: Sequence[str]) -> Command | None:
-    """Return the command that most people type next."""
+    """Return the most useful next command."""
     if any(map(found_damage, status.stages.values())):
         return Command.of("cache regenerate --list", _census(status, "validate")["report"]).in_project(typed)
     if _census(status, "train").get("folder"):
@@ -352,7 +352,7 @@ def _census(status: RunStatus, name: str) -> Mapping[str, Any]:
 def status_report(
     run: RunView, typed: Command, width: int = NO_TERMINAL, paces: Mapping[str, float] | None = None
 ) -> list[RenderableType]:
-    """Show a run at a glance: its stages, what needs attention, how it ended or what it does, and what to type next."""
+    """Show a run at a glance: its stages, warnings, its end or activity, and the next command."""
     status, is_over, named = run.status, run.status.state not in GOING_ON, typed.words[1:]
     took = (status.ended_at or (run.at if math.isfinite(run.at) else 0.0)) - status.started_at
     clock = [short_seconds(took)] if status.started_at and took > 0 else []
@@ -397,7 +397,7 @@ def _cells(row: Row, stage: StageStatus | None) -> tuple[str | Text, ...]:
 def run_report(
     run: RunView, typed: Command, width: int = NO_TERMINAL, paces: Mapping[str, float] | None = None
 ) -> list[RenderableType]:
-    """Show a run with every detail: what each stage made and used, and the story of its attempts."""
+    """Show a run with every detail: the results and resources of each stage, and the story of its attempts."""
     status, shown = run.status, status_report(run, typed, width, paces)[:-1]
     shown += [f"  Supervisor: {run.supervisor}"] if run.supervisor and status.state in GOING_ON else []
     shown += wait_lines((wait for wait in run.status.waits if wait.is_over), run.at)
@@ -407,7 +407,7 @@ def run_report(
         shown += ["", Text(f"{stage.name}: {counted(stage)}", "bold"), *memory_line(stage), *progress_lines(stage, run)]
         if stage.census:
             shown += result_lines(stage)
-            if stage.census["rejected"] not in ({}, rejected):  # what an earlier stage has left out stays left out
+            if stage.census["rejected"] not in ({}, rejected):  # rejected by an earlier stage
                 rejected = stage.census["rejected"]
                 shown += ["", rejection_table(rejected, stage.census["examples"])]
         elif reasons := stage.reasons:

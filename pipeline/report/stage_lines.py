@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.journal.run_view import RunView
     from pipeline.report.tables import Column
 
-UNIT = {  # of others: item
+UNIT = {  # other stages: item
     "embed": "sequence",
     "graph": "graph",
     "train": "step",
@@ -32,7 +32,7 @@ UNIT = {  # of others: item
 }
 NO_COUNTS: dict[str, int] = {}
 EDGE_KINDS = ("bond", "angle", "dihedral", "near")
-# What may become of a record that a damage list names.
+# The outcomes of a record on a damage list.
 REGENERATED = {
     "whole": "there now",
     "foreign": "of no item here",
@@ -43,14 +43,14 @@ DAMAGED = "damage was found"
 TASK_STATES = (
     State.DONE, State.RUNNING, State.WAITING, State.STALLED, State.FAILED, State.CANCELLED, State.STOPPED,
 )  # fmt: skip
-SCRIPT = "script."  # how figures begin that a user's own script reports
+SCRIPT = "script."  # prefix of figures that a user's script reports
 FIGURES_SHOWN = 8
 POINTS_SHOWN = 40  # of a sweep
-SO_FAR = {"findings": "thing{} wrong", "items_read": "item{} read"}  # figures of a validation, and of a reader's scan
+SO_FAR = {"findings": "thing{} wrong", "items_read": "item{} read"}  # figures of a validation and of a reader's scan
 
 
 def unit_of(name: str, counts: Mapping[str, int] = NO_COUNTS) -> str:
-    """Return the noun for what a stage, or a part of it, processes; a reader's data set is one piece."""
+    """Return the noun for the units of a stage; a reader's data set is a single unit."""
     if counts.get("encoders"):
         return "embedding"
     return "data set" if counts.get("sets") else UNIT.get(name.split()[0], "item")
@@ -106,7 +106,7 @@ def graphed_lines(graphed: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def _accepted(counted: Mapping[str, Any]) -> str:
-    """Say how many items were accepted, rejected and not done; of predictions, several may be of one item."""
+    """Describe the accepted, rejected and missing items; an item may have several predictions."""
     total, each = counted["items"] + counted["undone"], counted.get("each", 1)
     rest = {"not done": counted["undone"], "missing that the list does not name": counted.get("unnamed", 0)}
     return (
@@ -118,7 +118,7 @@ def _accepted(counted: Mapping[str, Any]) -> str:
 
 
 def rejection_table(rejected: Mapping[str, int], examples: Mapping[str, str]) -> Table:
-    """Show why items were left out, most frequent reason first."""
+    """Show the reasons of rejections, the most frequent first."""
     columns: list[Column] = [
         ("rejected", 0),
         ("items", 1, "count"),
@@ -128,7 +128,7 @@ def rejection_table(rejected: Mapping[str, int], examples: Mapping[str, str]) ->
 
 
 def swept_lines(census: Mapping[str, Any]) -> list[RenderableType]:
-    """Return what became of each point of a sweep, and how many there are of each state."""
+    """Return the outcome of each point of a sweep, and the number of points in each state."""
     points = census["points"]
     columns: list[Column] = [
         ("point", "name"), ("state", "state"), ("epochs", lambda point: point.get("epochs", 0), "count"),
@@ -143,7 +143,7 @@ def swept_lines(census: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def point_lines(stage: StageStatus) -> list[str]:
-    """Return how far each point of a sweep is while it goes on."""
+    """Return the progress of each point of a running sweep."""
     done = Counter[int]()
     for process, figures in stage.figures.items():
         done[int(figures["task"])] += stage.done.get(process, 0)
@@ -210,7 +210,7 @@ def predicted_lines(census: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def _applied(census: Mapping[str, Any]) -> str:
-    """Say which model was applied to what."""
+    """Describe the applied model and its items."""
     return f"split {census['split'] or 'null: every item'}; {census['checkpoint']} of {census['model']}"
 
 
@@ -247,7 +247,7 @@ def validated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def regenerated_lines(census: Mapping[str, Any]) -> list[RenderableType]:
-    """Show what became of the records that a damage list names."""
+    """Show the outcomes of the records of a damage list."""
     if not census["source"]:
         return ["everything that this data set needs is there"]
     named = census["named"]
@@ -274,14 +274,14 @@ CENSUS: Mapping[str, Callable[[Mapping[str, Any]], list[Any]]] = {
 
 
 def result_lines(stage: StageStatus) -> list[Any]:
-    """Return what a stage that has ended found; of one without lines of its own here, those that it gives itself."""
+    """Return lines on the result of an ended stage; stages unknown here provide their own."""
     if not stage.census:
         return []
     return CENSUS[stage.name](stage.census) if stage.name in CENSUS else stage.census.get("said", [])
 
 
 def progress_lines(stage: StageStatus, run: RunView) -> Iterator[str]:
-    """Yield the tasks of a stage, what a script reports, how far it is, and its speed."""
+    """Yield the tasks of a stage, the figures of a script, the progress and the speed."""
     states = stage.task_states()
     is_done = (stage.state is State.DONE or found_damage(stage)) and set(states) <= {State.DONE}
     if where := "" if is_done else counts_text({name: states[name] for name in TASK_STATES if name in states}):
@@ -294,7 +294,7 @@ def progress_lines(stage: StageStatus, run: RunView) -> Iterator[str]:
         yield "; ".join([f"tasks: {where}", *shared, *waits, *left])
     if best := stage.best_trial:
         yield f"best trial: {best.number}, {best.name}"
-    # Of several processes of a script, the figures of the first.
+    # With several processes, the figures of the first.
     latest = {name: value for process in reversed(list(stage.figures.values())) for name, value in process.items()}
     shown = [f"{name.removeprefix(SCRIPT)} {value:,.6g}" for name, value in latest.items() if name.startswith(SCRIPT)]
     if shown:
@@ -307,7 +307,7 @@ def progress_lines(stage: StageStatus, run: RunView) -> Iterator[str]:
 
 
 def counted_so_far(figures: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Yield what a running validation has found, what a reader has yielded, what an epoch took beside its model."""
+    """Yield counts of a running stage: findings of a validation, a reader's items, extra memory of an epoch."""
     for name, words in SO_FAR.items():
         if count := sum(int(process.get(name, 0)) for process in figures.values()):
             yield f"{count:,} {words.format('' if count == 1 else 's')} so far"
@@ -315,7 +315,7 @@ def counted_so_far(figures: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
 
 
 def wait_lines(waits: Iterable[Wait], now: float = math.inf) -> list[str]:
-    """Say what waits for something that does not pass by itself, and what helps; then what did so before."""
+    """Describe present waits that need a person, with the command that helps; then past ones."""
     lines = []
     for wait in sorted(waits, key=lambda wait: (wait.is_over, wait.since)):
         lasted = f" for {format_seconds(wait.lasted_s(now))}" if wait.since and math.isfinite(wait.until or now) else ""
@@ -326,10 +326,10 @@ def wait_lines(waits: Iterable[Wait], now: float = math.inf) -> list[str]:
 
 
 def memory_line(stage: StageStatus) -> list[str]:
-    """Return how much memory a task requested, and how much it used."""
+    """Describe the requested and used memory of a task."""
     asked, peak, gpu = stage.use().values()
     reported_peak = stage.highest("host_peak_bytes")
-    # Before a task has ended, only its processes report their use.
+    # Until a task has ended, only its processes report their use.
     so_far = f"{format_bytes(reported_peak)} used by a process so far" if reported_peak else "use unknown"
     used = f"{format_bytes(peak)} used" if peak else so_far
     parts = [f"memory per task: {format_bytes(asked)} requested, {used}"] if asked else []
@@ -338,7 +338,7 @@ def memory_line(stage: StageStatus) -> list[str]:
 
 
 def counted(stage: StageStatus) -> str:
-    """Say how much of a stage is cached and done."""
+    """Describe the cached and finished part of a stage."""
     return f"{stage.cached:,} cached, {stage.items_done:,} of {stage.missing:,} done"
 
 

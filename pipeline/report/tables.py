@@ -1,4 +1,4 @@
-"""Printing tables and text on a terminal; counts, ages and cut texts."""
+"""Prints tables and text on a terminal; formats counts, ages and clipped texts."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-NO_TERMINAL, MESSAGE = 200, 100  # columns of tables where there is no terminal, and of what is pasted into a message
+NO_TERMINAL, MESSAGE = 200, 100  # columns of tables without a terminal, and in messages
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-TEXT_MOST = 600  # characters of a text on a page
+TEXT_MOST = 600  # most characters of a text on a page
 
 
 SYMBOLS = {"✓": "ok", "✗": "x", "·": "-", "…": "...", "→": "->", "━": "=", "─": "-", "×": "x"} | dict.fromkeys(
     SPINNER, "*"
 )
-# What a column holds, by its kind; the columns of numbers are right-aligned.
+# Kinds of columns; numbers are right-aligned.
 NUMBERS: dict[str, Callable[[Any], str]] = {
     "count": "{:,.0f}".format,
     "bytes": short_bytes,
@@ -43,14 +43,14 @@ NUMBERS: dict[str, Callable[[Any], str]] = {
     "long bytes": format_bytes,
     "long span": format_seconds,
     "words": str,
-    "worded": itemgetter(0),  # a text, and the number that it says
+    "worded": itemgetter(0),  # a text and its number
 }
-# Its heading, where a row has its value (an attribute, such as `live.value`, a place, or a function), and its kind.
+# A heading, the place of a row's value (an attribute such as `live.value`, an index, or a function), and a kind.
 Column: TypeAlias = "tuple[str, str | int | Callable[[Any], Any], str] | tuple[str, str | int | Callable[[Any], Any]]"
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
-    """Replace what a stream cannot encode."""
+    """Replace characters that a stream cannot encode."""
     assert isinstance(error, UnicodeEncodeError)
     return "".join(SYMBOLS.get(symbol, "?") for symbol in error.object[error.start : error.end]), error.end
 
@@ -66,13 +66,13 @@ def _console_of(stream: IO[str]) -> Console:
 
 
 def the_console(*, to_stderr: bool = False) -> Console:
-    """Return the only Console that this process has for stdout or stderr: a live bar moves down for what it prints."""
+    """Return this process's only Console for stdout or stderr; a live bar moves down for its output."""
     stream = sys.stderr if to_stderr else sys.stdout
     return _console_of(getattr(stream, "rich_proxied_file", stream))
 
 
 def show_parts(*parts: RenderableType, to_stderr: bool = False, columns: int = 0) -> None:
-    """Print for a person; without a terminal there is no colour, and a line as long as it needs to be, or `columns`."""
+    """Print for a person; without a terminal there is no colour and, without `columns`, no wrapping."""
     console = the_console(to_stderr=to_stderr)
     columns = console.width if console.file.isatty() else columns
     if console.file.isatty():
@@ -86,13 +86,13 @@ def show_parts(*parts: RenderableType, to_stderr: bool = False, columns: int = 0
 
 
 def grouped(parts: Iterable[RenderableType], columns: int) -> Group:
-    """Return parts as a terminal of so many columns shows them."""
+    """Format parts for a terminal of this width."""
     wrapped = (_wrapped(part, columns) for part in parts)
     return Group(*(_coloured(part) if isinstance(part, str) else part for part in wrapped))
 
 
 def _coloured(text: str) -> Text:
-    """Return a text whose lines that begin with a verdict have it in colour."""
+    """Colour the verdicts at the start of lines."""
     coloured = Text(text)
     for symbol, colour in (("✓", "green"), ("✗", "red"), ("!", "yellow")):
         coloured.highlight_regex(rf"(?m)^ *{symbol}(?= )", colour)
@@ -100,7 +100,7 @@ def _coloured(text: str) -> Text:
 
 
 def columns() -> int:
-    """Return how many columns a line on stdout may have."""
+    """Return the width of stdout."""
     console = the_console()
     return console.width if console.file.isatty() else NO_TERMINAL
 
@@ -119,7 +119,7 @@ def _wrapped(text: RenderableType, columns: int) -> RenderableType:
 
 
 def fitted(line: Text, width: int) -> Text:
-    """Return a line that is no longer than a screen is wide, without blanks at its end."""
+    """Clip a line to the width of the screen, without trailing blanks."""
     line = line.copy()
     line.truncate(width, overflow="ellipsis")
     line.rstrip()
@@ -138,7 +138,7 @@ def text_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: 
 
 
 def value_in(row: Any, column: Column) -> Any:
-    """Return the value that a row has for a column."""
+    """Return a row's value for a column."""
     where = column[1]
     if callable(where):
         return where(row)
@@ -148,7 +148,7 @@ def value_in(row: Any, column: Column) -> Any:
 
 
 def kind_of(column: Column) -> str:
-    """Return the kind of a column: one of NUMBERS, or how its text is shown."""
+    """Return the kind of a column: one of NUMBERS, or of text."""
     return column[2] if len(column) > 2 else ""
 
 
@@ -170,12 +170,12 @@ def plural(count: int, noun: str) -> str:
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """Return counts in a line, each before what it counts."""
+    """Format counts in a line, each before its noun."""
     return ", ".join(f"{count:,} {name}" for name, count in counts.items())
 
 
 def age(moment: datetime | float) -> str:
-    """Return how long ago a moment was, in one unit."""
+    """Format the time since a moment, in one unit."""
     seconds = max(0.0, time.time() - (moment.timestamp() if isinstance(moment, datetime) else moment))
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
@@ -184,5 +184,5 @@ def age(moment: datetime | float) -> str:
 
 
 def clip(text: str, most: int = TEXT_MOST) -> str:
-    """Return text of bounded length, which says what it leaves out."""
+    """Clip text to a length; it says how much it leaves out."""
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
