@@ -1,1 +1,1 @@
-"""Where jobs run: the executors behind one protocol."""
+"""Executors: they run jobs on Slurm, on this machine, or on the nodes of an allocation."""

@@ -1,9 +1,9 @@
-"""What Slurm remembers of jobs, read from the text of sacct; nothing here runs a command.
+"""Slurm's accounting of jobs, parsed from the output of sacct; nothing here runs a command.
 
-The format asks for few columns, all as old as Slurm 20.11, and for the job's id in the first *and* the last: a line
-that was cut or garbled on its way does not begin and end alike, and counts as not there. Measured on 22.05: sacct takes
-128 off exit codes of 128 and more (`exit 139` reads 11:0), so only a step tells a signal from an exit code for sure;
-and a task of an array that was cancelled while it waited has no line at all (`Look.never_began`).
+The format has few columns, all in Slurm since 20.11, and the job's id is both the first and the last. A line whose ends
+differ was cut or garbled and is ignored. Measured on 22.05: sacct subtracts 128 from exit codes of 128 and more
+(`exit 139` reads 11:0), so only a step distinguishes a signal from an exit code. An array task that was cancelled while
+pending has no line at all (`AccountingLook.never_began`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import JobId
 
-ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0", "LC_ALL": "C"}  # for sacct and squeue to run in
+ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0", "LC_ALL": "C"}  # time limit of sacct and squeue
 SACCT_COLUMNS = (
     "JobID,TRESUsageInAve,State,ExitCode,DerivedExitCode,MaxRSS,TotalCPU,Submit,Start,End,NNodes,NodeList,Reason,AveRSS,"
     "NTasks,JobID"
 )
 SACCT = ("sacct", "--parsable2", "--noheader", "--duplicates", f"--format={SACCT_COLUMNS}")
-JOBS_A_CALL = 500  # their names are in one argument, which Linux limits to 128 KiB
+JOBS_A_CALL = 500  # Linux limits the argument with their names to 128 KiB
 SAID_MOST = 200
-EARLIER_S = 86_400.0  # clocks differ, and summer time ends
+EARLIER_S = 86_400.0  # tolerance for clock differences and the end of summer time
 
 
 class CommandFailed(Exception):
@@ -54,7 +54,7 @@ class CommandFailed(Exception):
 
     @property
     def message(self) -> str:
-        """The last line that is not blank, with which the command ended."""
+        """The last line of the command's output that is not blank."""
         return next((line for line in reversed(self.what.splitlines()) if line.strip()), "")
 
 
@@ -66,10 +66,10 @@ class AccountedStep(NamedTuple):
     exit_code: int | None
     signal: int | None
     cpu_s: float | None
-    rss_bytes: int | None = None  # of all its processes on a node, as far as is known
+    rss_bytes: int | None = None  # of all its processes on a node, if known
     node: str = ""
     nodes: str = ""  # how many
-    gpu_busy: float | None = None  # as a share, the mean of its processes
+    gpu_busy: float | None = None  # share, mean over its processes
     gpu_bytes: int | None = None
 
     @property
@@ -80,11 +80,11 @@ class AccountedStep(NamedTuple):
 
 @dataclass(slots=True)
 class AccountedTask:
-    """What the accounting has on one job or array task; None where it says nothing."""
+    """The accounting of one job or array task; None: unknown."""
 
     job: str  # 12 or 12_3
     state: TaskState
-    exit_code: int | None = None  # of what srun started, else of the script; sacct may have taken 128 off
+    exit_code: int | None = None  # of the srun step, else of the script; sacct may have subtracted 128
     signal: int | None = None
     derived_exit_code: str = ""
     node: str = ""
@@ -99,9 +99,9 @@ class AccountedTask:
     reason: str = ""
     cancelled_by: int | None = None
     steps: list[AccountedStep] = field(default_factory=list)
-    before: tuple[tuple[TaskState, str], ...] = ()  # earlier records: how each ended, and on which node
+    before: tuple[tuple[TaskState, str], ...] = ()  # earlier records: state and node
 
-    earlier_s: float = 0.0  # how long it ran in these
+    earlier_s: float = 0.0  # run time in earlier records
 
     @property
     def restarts(self) -> int:
@@ -110,7 +110,7 @@ class AccountedTask:
 
     @property
     def why(self) -> str:
-        """What the accounting adds to the state, in words."""
+        """Details that the accounting adds to the state."""
         notes = []
         if self.state is TaskState.OUT_OF_MEMORY:
             notes += [f"step {step.name} ran out of memory" for step in self.steps if step.ran_out_of_memory][:1]
@@ -145,7 +145,7 @@ class AccountingLook:
     def never_began(self, job: JobId, task: int) -> bool:
         """Tell whether a task that is in neither the queue nor the accounting was cancelled while pending.
 
-        That is so where the accounting knows other tasks of its array.
+        It was if the accounting knows other tasks of its array.
         """
         return not self.trouble and job in self.arrays and f"{job}_{task}" not in self.rows
 
@@ -188,7 +188,7 @@ _AS_IN_STATUS = (
 
 
 def trouble(message: str) -> str:
-    """Say in words why the accounting did not answer, from the error message of sacct."""
+    """Explain why the accounting did not answer, by the error message of sacct."""
     message = " ".join(message.split())
     for sign, meaning in _TROUBLES.items():
         if sign.lower() in message.lower():
@@ -215,7 +215,7 @@ def parse_sacct(text: str, jobs: Iterable[JobId]) -> tuple[dict[str, AccountedTa
         if "[" not in name:
             rows[name] = row
             continue
-        for task in expand(name):  # the waiting rest of an array, as it was before the tasks with lines of their own
+        for task in expand(name):  # the pending rest of an array; it may list tasks that have lines of their own
             if task not in records:
                 rows[task] = _copy(row, task)
     return rows, torn
@@ -274,7 +274,7 @@ def _step(name: str, values: Mapping[str, str]) -> AccountedStep:
 
 
 def _gpu_use(usage: str) -> tuple[float | None, int | None]:
-    """Return how busy and how full a step's GPUs were; a site that does not measure it may write 0: unknown."""
+    """Return the use and the memory of a step's GPUs; 0 is unknown, as sites without measurements write it."""
     if "gpu" not in usage:
         return None, None
     used = dict(part.partition("=")[::2] for part in usage.split(","))
@@ -285,9 +285,9 @@ def _gpu_use(usage: str) -> tuple[float | None, int | None]:
 
 
 def _rss_on_node(mean_bytes: int, tasks: str, nodes: str) -> int:
-    """Return a lower bound of what a step's processes took on the fullest node: their mean over all nodes.
+    """Return a lower bound of a step's memory on its fullest node: the mean over all nodes.
 
-    Measured on 22.05: a step of several nodes may report the processes of the first node alone.
+    Measured on 22.05: a step on several nodes may report only the processes of the first node.
     """
     return mean_bytes * int(tasks) // max(1, int(nodes)) if is_number(tasks) and is_number(nodes) else 0
 
@@ -304,11 +304,11 @@ def _settle(records: list[AccountedTask]) -> AccountedTask:
 
 
 def _read_steps(row: AccountedTask) -> None:
-    """Correct a job's own figures by those of its steps, which know better what ended the worker."""
+    """Correct the figures of a job by its steps, which are more accurate about the worker's end."""
     peaks = [step.rss_bytes for step in row.steps if step.rss_bytes]
     row.peak_rss_bytes = max([*peaks, row.peak_rss_bytes or 0]) or None
     for step in row.steps:
-        if step.nodes == row.nodes and step.node:  # for a moment sacct tells the first node alone
+        if step.nodes == row.nodes and step.node:  # for a moment sacct lists only the first node
             row.node = step.node
     row.gpu_busy = max((step.gpu_busy for step in row.steps if step.gpu_busy is not None), default=None)
     row.gpu_bytes = max((step.gpu_bytes for step in row.steps if step.gpu_bytes), default=None)
@@ -324,9 +324,9 @@ def _read_steps(row: AccountedTask) -> None:
     if row.exit_code == 0 and row.signal is None and not row.state.ok:
         row.exit_code = None  # not known (yet)
     if (row.exit_code, row.signal) == OOM_CODE:
-        row.exit_code, row.signal = None, int(signal.SIGKILL)  # that is what the kernel sent
+        row.exit_code, row.signal = None, int(signal.SIGKILL)  # the kernel sent this signal
     if row.state is TaskState.CANCELLED and row.cancelled_by is None and "Dependency" not in row.reason:
-        row.state = TaskState.UNKNOWN  # no user did: so the accounting closes what a controller that lost its state had
+        row.state = TaskState.UNKNOWN  # not by a user: the accounting closes jobs of a controller that lost its state
 
 
 _OOM_HIDES_BEHIND = frozenset({TaskState.FAILED, TaskState.COMPLETED, TaskState.TIMEOUT, TaskState.OUT_OF_MEMORY})

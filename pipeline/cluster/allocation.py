@@ -1,7 +1,7 @@
-"""Runs jobs on the nodes of an allocation that exists: Slurm's, PBS's, LSF's, or those of a host file.
+"""Runs jobs on the nodes of an existing allocation (Slurm, PBS or LSF) or of a host file.
 
-On each node runs an agent (`node_agent.py`), which starts what this executor sends and reports how it ends. When the
-allocation is about to end, `step` raises AllocationEnded; when this process dies, the agents end their tasks.
+Each node runs an agent (`node_agent.py`), which starts the tasks that this executor sends and reports their ends. When
+the allocation is about to end, `step` raises AllocationEnded; when this process dies, the agents end their tasks.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.5  # after starters that have ended
-START_S = 120.0  # until all agents have come
-TRIES = 2  # starts of the agent of a node
-END_S = 10.0  # for agents without a task
-SHARE_OF_GRACE = 0.75  # that tasks get; then they are killed, while there is time to record it
+LOOK_EVERY_S = 0.5  # wait after starters have ended
+START_S = 120.0  # wait for all agents
+TRIES = 2  # attempts to start the agent of a node
+END_S = 10.0  # grace of agents without a task
+SHARE_OF_GRACE = 0.75  # grace of tasks before they are killed, with time left to record it
 OF_NODE = re.compile(r"(SLURMD?|SRUN|PBS|LSB|PMIX?|OMPI|FLUX|SSH|XDG|KUBERNETES)_|(HOSTNAME|TMPDIR|PWD)$")
 
 
@@ -81,7 +81,7 @@ class AgentNode(Node):
                 self.link.send(**message)
 
     def start_agent(self, command: Sequence[str]) -> None:
-        """Run the command that starts its agent; what that writes goes to a log."""
+        """Run the command that starts its agent; log its output."""
         self.starts += 1
         with self.log.open("ab") as output:
             try:
@@ -120,7 +120,7 @@ class AllocationExecutor(PlacingExecutor):
     holder = "no node of this allocation has more than {}"
 
     def __init__(self, section: AllocationSection, slots: SlotsSection, folder: Path) -> None:
-        """Keep what the nodes need to start in a folder that they share with this one."""
+        """Prepare the folder from which the nodes' agents read how to connect."""
         super().__init__()
         self._section, self._slots, self._grace_s = section, slots, float(section.grace)
         self._folder = folder.absolute() / self._prefix[:-1]
@@ -136,7 +136,7 @@ class AllocationExecutor(PlacingExecutor):
     def limits_of(self, request: Request = LEAST) -> Limits:
         try:
             self._open()
-        except ConfigError:  # on a login node, where runs are only planned
+        except ConfigError:  # on a login node runs are only planned
             return Limits()
         return super().limits_of(request)
 
@@ -174,7 +174,7 @@ class AllocationExecutor(PlacingExecutor):
         self._agents, self._nodes = [], []
 
     def _open(self) -> None:
-        """Start the agents, and wait for those that are coming; one that does not come in time is given up."""
+        """Start the agents and wait for them; give up those that are late."""
         if not self._agents:
             self._start_agents()
         until = time.monotonic() + START_S
@@ -206,7 +206,7 @@ class AllocationExecutor(PlacingExecutor):
             node.start_agent(self._command(node))
 
     def _command(self, node: AgentNode) -> list[str]:
-        """Return the command that starts an agent; its words are plain, as a shell on the way may read them again."""
+        """Return the command that starts an agent; its words need no quotes, as ssh may pass them to a shell."""
         code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from pathlib import Path; "
         code += "from pipeline.cluster.node_agent import main; main(Path(sys.argv[1]), int(sys.argv[2]))"
         libraries = shlex.quote(os.environ.get("LD_LIBRARY_PATH", ""))
@@ -222,23 +222,23 @@ class AllocationExecutor(PlacingExecutor):
             self._events.select(min(timeout_s, LOOK_EVERY_S))
 
     def _watch(self) -> None:
-        """Take in what the nodes say; what is lost with a node ends, and its agent is started once more."""
+        """Read the agents' messages; end the tasks of a lost node, and restart its agent once."""
         for key, _ in self._events.select(0) if self._agents else ():
             key.data()
         for node in self._agents:
             if node.link is None and node.process is not None and node.process.poll() is not None:
-                self._lose(node)  # else its starter alone has ended, such as an idle connection of ssh
+                self._lose(node)  # else only its starter has ended, such as an idle ssh connection
         waits = bool(self._waiting) and not self._pieces
         if waits and self._agents and not any(node.is_coming for node in self._agents):
             self._fail_hopeless()
 
     def _admit(self) -> None:
-        """Let a connection speak."""
+        """Accept a connection."""
         link = Link(self._listener.accept()[0])
         self._events.register(link, selectors.EVENT_READ, lambda: self._greet(link))
 
     def _greet(self, link: Link) -> None:
-        """Make a connection that of a node which shows the right word, or close it."""
+        """Assign a connection to a node if it shows the right word, else close it."""
         self._events.unregister(link)
         try:
             greeting = link.next(0)
@@ -261,7 +261,7 @@ class AllocationExecutor(PlacingExecutor):
         node.send(**first, grace_s=SHARE_OF_GRACE * self._grace_s)
 
     def _hear(self, node: AgentNode) -> None:
-        """Take in what an agent says: first what its node lends, then the states of pieces."""
+        """Process messages of an agent: first the resources of its node, then the states of pieces."""
         try:
             messages = node.link.receive() if node.link else []
         except (OSError, ValueError):
@@ -275,7 +275,7 @@ class AllocationExecutor(PlacingExecutor):
                 node.lend(Machine(message["cpus"], tuple(message["gpus"]), message["mem_bytes"]))
 
     def _lose(self, node: AgentNode) -> None:
-        """End the pieces of a node whose agent is gone, and start the agent once more."""
+        """End the pieces of a node whose agent is gone, and restart the agent once."""
         if node.link is not None:
             self._events.unregister(node.link)
         for piece, (task, at, _) in list(self._pieces.items()):
@@ -289,7 +289,7 @@ class AllocationExecutor(PlacingExecutor):
             node.start_agent(self._command(node))
 
     def _fail_hopeless(self) -> None:
-        """End the waiting tasks for which too few nodes are left."""
+        """End the pending tasks for which too few nodes are left."""
         for waiting in self._waiting:
             if not self._free_nodes(waiting.job):
                 for task in waiting.pending:

@@ -1,6 +1,6 @@
-"""Which partition a task goes to: the cheapest of the candidates that holds it, of equal ones the first in the list.
+"""Chooses the partition of a task: the cheapest candidate with enough resources, the first of equal ones.
 
-Pure: `cluster.slurm.partitions` says which there are and what they cost, the cluster what they hold.
+Pure functions: `cluster.slurm.partitions` lists the candidates and their costs, the cluster reports their limits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A partition that tasks may go to, and what it gives to one."""
+    """A partition that tasks may use, and its limits for one task."""
 
     partition: str
     limits: Limits
     price: float = 1.0
 
     def refuses(self, mem_bytes: int, time_s: int, nodes: int = 1) -> str:
-        """Say why it does not hold a task; empty where it does, as far as is known."""
+        """Return why a task does not fit; empty if it fits, as far as known."""
         limits = self.limits
         if limits.lacks:
             return limits.lacks
@@ -38,16 +38,16 @@ class Candidate:
 
 
 def candidates_of(site: SlurmSection, limits_of: Callable[[str], Limits]) -> tuple[Candidate, ...]:
-    """Return the candidates of a site, the cheapest first; none where it names none."""
+    """Return the candidates of a site, the cheapest first."""
     found = (Candidate(name, limits_of(name), site.prices.get(name, 1.0)) for name in site.partitions)
     return tuple(sorted(found, key=lambda candidate: candidate.price))
 
 
 def choose(candidates: Sequence[Candidate], mem_bytes: int, time_s: int, *, nodes: int = 1, stay: str = "") -> str:
-    """Return the partition for a task: where it is (`stay`) if that holds it, else the first that does.
+    """Return the partition for a task: the present one (`stay`) if the task fits there, else the first it fits.
 
-    Where none does, it stays; or it goes to the one with the most memory of those that hold its time, or to the first:
-    the refusal names what that gives.
+    If it fits none, it stays; without a present one, choose the most memory among those with enough time, else the
+    first: the refusal then names the limits of that partition.
     """
     holding = [place.partition for place in candidates if not place.refuses(mem_bytes, time_s, nodes)]
     if stay in holding or (stay and not holding):
@@ -59,14 +59,14 @@ def choose(candidates: Sequence[Candidate], mem_bytes: int, time_s: int, *, node
 
 
 def reach(candidates: Sequence[Candidate], mem_bytes: int, time_s: int, limits: Limits) -> Limits:
-    """Return limits with the most memory that a task of such a time can get, and the longest time with such memory."""
+    """Return limits with the most memory for this time limit, and the longest time for this memory."""
     mem = most([place.limits.mem_bytes for place in candidates if not place.refuses(0, time_s)], mem_bytes)
     longest = most([place.limits.time_s for place in candidates if not place.refuses(mem_bytes, 0)], time_s)
     return replace(limits, mem_bytes=mem, time_s=longest)
 
 
 def envelope(limits: Sequence[Limits]) -> Limits:
-    """Return what any of several partitions gives; None where one of them does not tell."""
+    """Return the highest limits over several partitions; None if one of them is unknown."""
     there = [each for each in limits if not each.lacks] or list(limits)
     return replace(
         there[0],
@@ -78,7 +78,7 @@ def envelope(limits: Sequence[Limits]) -> Limits:
 
 
 def why_there(candidates: Sequence[Candidate], chosen: str, mem_bytes: int, time_s: int, nodes: int = 1) -> str:
-    """Say why a partition was chosen, and why none of those before it."""
+    """Explain why a partition was chosen and the ones before it were not."""
     parts = []
     for place in candidates:
         if place.partition == chosen:
@@ -98,6 +98,6 @@ def _memory(place: Candidate) -> float:
 
 
 def most(values: Sequence[int | None], least: int | None = None) -> int | None:
-    """Return the largest value, `least` where there is none; None, which is no limit, where one of them is None."""
+    """Return the largest value, or `least` without values; None (no limit) if one of them is None."""
     known = [value for value in values if value is not None]
     return None if len(known) < len(values) else max(known, default=least)

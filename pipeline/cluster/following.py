@@ -1,8 +1,8 @@
-"""Follows a job's tasks by what the queue and the accounting report; nothing is queried here.
+"""Follows a job's tasks by the reports of the queue and the accounting; it queries neither.
 
-The queue decides about tasks that have not ended, the accounting about those that have: only it knows the steps. For
-some seconds after the end they disagree; after longer than the patience the queue's word stands, and a task that
-neither knows is UNKNOWN.
+The queue is right about unfinished tasks, the accounting about ended ones, because only it knows the steps. For some
+seconds after an end they disagree. When the patience is over, the queue's report counts, and a task that neither knows
+is UNKNOWN.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class Views:
     rows: Mapping[str, AccountedTask]
     at: float  # by the monotonic clock
     trouble: str = ""
-    never_began: Callable[[JobId, int], bool] = lambda _job, _index: False  # as the accounting has it
+    never_began: Callable[[JobId, int], bool] = lambda _job, _index: False  # the accounting
 
 
 @dataclass(slots=True, eq=False)
 class Followed:
-    """A submitted job, and the last known status of its tasks by Slurm's names for them."""
+    """A submitted job, and the last known status of its tasks by Slurm's names (12_3)."""
 
     id: JobId
     job: Job
     offset: int  # from a task's index in the array to its number
-    since: float  # it was not submitted before
+    since: float  # time of submission
     tasks: dict[str, TaskStatus] = field(default_factory=dict)
-    _unclear: dict[str, float] = field(default_factory=dict)  # since when neither queue nor accounting is clear
-    _over: dict[str, Queued] = field(default_factory=dict)  # tasks that ended according to the queue
+    _unclear: dict[str, float] = field(default_factory=dict)  # task → since when its state is unclear
+    _over: dict[str, Queued] = field(default_factory=dict)  # tasks that have ended according to the queue
 
     def __post_init__(self) -> None:
         for number in self.job.tasks:
@@ -54,7 +54,7 @@ class Followed:
         return any(not task.state.ended for task in self.tasks.values())
 
     def leaves_open(self, queue: Mapping[str, Queued] | None) -> bool:
-        """Tell whether the accounting must be asked: a task has not ended that the queue lacks or calls ended."""
+        """Tell whether to ask the accounting: the queue lacks a task or calls it ended."""
         return any(
             not task.state.ended and (queue is None or name not in queue or queue[name].state.ended)
             for name, task in self.tasks.items()
@@ -97,7 +97,7 @@ class Followed:
 
     def _explained(self, task: TaskStatus) -> TaskStatus:
         """Complete the reason of a task that has ended."""
-        if task.state is TaskState.CANCELLED and not task.node:  # the accounting has the end as the start
+        if task.state is TaskState.CANCELLED and not task.node:  # the accounting gives the end as the start
             task = replace(task, started=None)
         return replace(task, reason="; ".join(filter(None, (_ending(task, self.job), task.reason))))
 
@@ -110,12 +110,12 @@ def _live(before: TaskStatus, queued: Queued) -> TaskStatus:
 
 
 def _as_seen(before: TaskStatus, now: TaskStatus) -> TaskStatus:
-    """Return a task with the node and start that the queue reported, if the accounting has its end alone."""
+    """Return a task with the node and start from the queue, if the accounting has only its end."""
     return replace(now, node=before.node, started=before.started) if before.started and not now.node else now
 
 
 def _ended(before: TaskStatus, queued: Queued) -> TaskStatus:
-    """Return a task that has ended, as the queue reports it where the accounting has nothing."""
+    """Return an ended task by the queue, if the accounting knows nothing."""
     code = 0 if queued.state.ok else None
     reason = "" if queued.state.ok else queued.reason
     return replace(before, state=queued.state, exit_code=code, node=queued.node, waits_for="", reason=reason)
@@ -129,7 +129,7 @@ def _unknown(before: TaskStatus, row: AccountedTask | None, trouble: str) -> Tas
 
 
 def _ending(task: TaskStatus, job: Job) -> str:
-    """Say in words how a task ended."""
+    """Describe how a task ended."""
     if task.state is TaskState.OUT_OF_MEMORY and job.request.mem_bytes:
         return f"over its memory limit of {mebibytes(job.request.mem_bytes)}"
     if task.state is TaskState.TIMEOUT and job.request.time_s:

@@ -1,8 +1,8 @@
-"""A process that has imported what tasks begin with, from which those of this machine are forked.
+"""A fork server: a process that has imported torch, from which local tasks are forked.
 
-Each task is still a process of its own, with its own session, logs, environment and limits. What it shares with the
-server are pages that it would have had for itself, and they are counted as its own while it is alone. The server
-computes nothing and has no threads of Python's, so that a fork of it is as good as new.
+Each task is still a process with its own session, logs, environment and limits. It shares the pages of imported modules
+with the server; a lone task is charged for them. The server computes nothing and has no Python threads, so its forks
+are like fresh processes.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-MARK = "PIPELINE_LOCAL_TASK"  # as in `processes`, which would be one more import before the measurement
+MARK = "PIPELINE_LOCAL_TASK"  # as in `processes`; an import here would distort the measurement
 ANSWER_S = 30.0  # a fork takes milliseconds
 REQUEST_BYTES = 1 << 16
-MARK_BYTES = 64  # the server's own mark is so long, so that there is room for that of any task
-CAN_FORK = hasattr(os, "pidfd_open")  # Pythons built for old kernels lack it
+MARK_BYTES = 64  # length of the server's own mark: room for that of any task
+CAN_FORK = hasattr(os, "pidfd_open")  # missing in Pythons built for old kernels
 
 
 def is_readable(descriptor: int) -> bool:
-    """Tell whether a descriptor is readable; select would take only those below 1024."""
+    """Tell whether a descriptor is readable; select only works below 1024."""
     looked_at = select.poll()
     looked_at.register(descriptor, select.POLLIN)
     return bool(looked_at.poll(0))
 
 
 class ForkServer:
-    """The executor's end: asks for forks, and for how they ended."""
+    """The executor's side: requests forks and their exit codes."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], mark: str) -> None:
-        """Start it, or raise OSError; it is ready when it says so."""
+        """Start it, or raise OSError; it reports when it is ready."""
         self.command, self.env = tuple(command), dict(env)
-        self.imported_bytes = 0  # resident when it had imported the first modules; 0: not known yet
+        self.imported_bytes = 0  # resident memory after the first imports; 0: not known yet
         self.is_ready = False
         self._line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.settimeout(ANSWER_S)
@@ -52,43 +52,43 @@ class ForkServer:
                 [*command, str(other.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # where it fails, a task of its own process says why
+                stderr=subprocess.DEVNULL,  # if this fails, a task in a process of its own reports the reason
                 env={**env, MARK: mark.ljust(MARK_BYTES, "-")},
                 pass_fds=[other.fileno()],
                 start_new_session=True,
             )
 
     def suits(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Tell whether it has the code and the environment that a task wants."""
+        """Tell whether it has the code and the environment of a task."""
         return self.command == tuple(command) and all(env.get(name) == self.env[name] for name in self.env)
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when it has something to say."""
+        """Return the descriptor that becomes readable with a message."""
         return self._line.fileno()
 
     def listen(self) -> bool:
-        """Take in what it says while it starts; raise OSError where it is gone."""
+        """Read its messages while it starts; raise OSError if it is gone."""
         while not self.is_ready and is_readable(self.fileno()):
             said = self._hear()
             self.is_ready, self.imported_bytes = said == 0, said or self.imported_bytes
         return self.is_ready
 
     def fork(self, words: Sequence[str], env: Mapping[str, str], logs: tuple[int, int]) -> tuple[int, int]:
-        """Have it fork a process that does what these words say; raise OSError where it cannot.
+        """Fork a process that runs these words; raise OSError if that fails.
 
-        Return its pid, which stays its own until it is reaped, and a descriptor that becomes readable when it exits.
+        Return its pid, which is not reused until it is reaped, and a descriptor that becomes readable when it exits.
         """
         own = {name: value for name, value in env.items() if self.env.get(name) != value}
         try:
             socket.send_fds(self._line, [json.dumps([list(words), own]).encode()], list(logs))
             pid = self._hear()
             return pid, os.pidfd_open(pid)
-        except OSError:  # a fork whose pid was not received ends with it
+        except OSError:  # a fork ends if its pid was not received
             self.close()
             raise
 
     def reap(self, pid: int) -> int | None:
-        """Return the exit code of a process that has exited, negative if a signal killed it; None if this is gone."""
+        """Return the exit code of an exited process, negative for a signal; None if the server is gone."""
         try:
             self._line.send(json.dumps(pid).encode())
             return os.waitstatus_to_exitcode(self._hear())
@@ -96,7 +96,7 @@ class ForkServer:
             return None
 
     def close(self) -> None:
-        """End it; what it has forked and is not reaped goes on."""
+        """End the server; its forks continue."""
         self._line.close()
         self._process.kill()
         self._process.wait()
@@ -109,7 +109,7 @@ class ForkServer:
 
 
 def serve(line_fd: int, first: Sequence[str], then: Sequence[str]) -> list[str]:
-    """Import modules, then fork for each request until the other end closes; return only in a fork, with its words."""
+    """Import modules, then fork for each request until the connection closes; return only in a fork, with its words."""
     line = socket.socket(fileno=line_fd)
     for name in first:
         importlib.import_module(name)
@@ -117,7 +117,7 @@ def serve(line_fd: int, first: Sequence[str], then: Sequence[str]) -> list[str]:
     for name in then:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # so that no collection in a fork writes to the pages that it shares
+    gc.freeze()  # so that garbage collections in forks do not write to shared pages
     line.send(b"0")
     while True:
         request, logs, _flags, _address = socket.recv_fds(line, REQUEST_BYTES, 2)
@@ -136,13 +136,13 @@ def serve(line_fd: int, first: Sequence[str], then: Sequence[str]) -> list[str]:
         with ours:
             ours.recv(1)  # it leads a session before its pid is sent
             line.send(b"%d" % pid)
-            ours.send(b"1")  # and does nothing before
+            ours.send(b"1")  # and does nothing before that
         for log in logs:
             os.close(log)
 
 
 def _begin(asked: tuple[list[str], dict[str, str]], logs: Sequence[int], server: socket.socket) -> list[str]:
-    """Become a process of its own: session, logs, environment, random numbers."""
+    """Set up the fork: session, logs, environment, random numbers."""
     words, env = asked
     os.setsid()
     with server:
@@ -162,12 +162,12 @@ def _begin(asked: tuple[list[str], dict[str, str]], logs: Sequence[int], server:
 
 
 def _take_mark(mark: bytes) -> None:
-    """Write a task's mark over the server's, where the system shows the environment that a process began with."""
+    """Overwrite the server's mark with the task's in the environment block that /proc shows."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_void_p
     ctypes.memmove(getenv(MARK.encode()), mark[:MARK_BYTES].ljust(MARK_BYTES, b"\0"), MARK_BYTES)
 
 
 def _resident_bytes() -> int:
-    """Return the memory that this process has now."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

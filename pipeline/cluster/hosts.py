@@ -1,6 +1,6 @@
-"""The nodes of an allocation that exists: which they are, how a program is started on one, and when they end.
+"""Finds the nodes of an existing allocation, the command that starts a program on one, and their end.
 
-They come from a host file, or from the variables of the scheduler whose job this process runs in.
+They come from a host file, or from the variables of the scheduler in whose job this process runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HOST = "{host}"
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", HOST)
-# A step beside the others, with all that the job has on the node: without --mem=0 and --cpu-bind=none it gets a share.
+# A step with all of the job's resources on the node; without --mem=0 and --cpu-bind=none it gets only a share.
 SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", "--cpu-bind=none", "--mpi=none", "-w", HOST)
 HOSTFILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
 LOOKED_AT = ("cluster.allocation.hosts", "SLURM_JOB_NODELIST", *HOSTFILES, "LSB_MCPU_HOSTS")
@@ -35,7 +35,7 @@ LOOKED_AT = ("cluster.allocation.hosts", "SLURM_JOB_NODELIST", *HOSTFILES, "LSB_
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A node, and what it lends to tasks; None: what it has."""
+    """A node and its resources for tasks; None: everything it has."""
 
     name: str
     cpus: int | None = None
@@ -44,7 +44,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Nodes, the words before a program that starts on one of them, and when they end, if that is known."""
+    """Nodes, the command prefix that starts a program on one, and their end, if known."""
 
     hosts: tuple[Host, ...]
     start: tuple[str, ...]
@@ -106,7 +106,7 @@ def _of_slurm(listed: str, job: str) -> Allocation:
 
 
 def _after_start(seconds: str) -> float | None:
-    """Return the end of a job that may run so long, counted from the start of its script."""
+    """Return the end of a job with this time limit, counted from the start of its script."""
     if not seconds.isdecimal():
         return None
     return psutil.Process(os.getsid(0) or None).create_time() + int(seconds)

@@ -1,6 +1,6 @@
-"""What executors take and return: a job is an array of equal tasks, each known by its number.
+"""The interface of executors. A job is an array of equal, numbered tasks.
 
-A task's processes, logs and limits are its own. The numbers of a job's tasks need not begin at 0.
+Each task has its own processes, logs and limits. The task numbers of a job need not start at 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 JobId: TypeAlias = str
 
-SUPERVISE, PROBE = "supervise", "probe"  # jobs that are no stage
+SUPERVISE, PROBE = "supervise", "probe"  # names of jobs that are not stages
 TASK = "{task}"  # an argument that is exactly this becomes the number of the task
 
 
@@ -32,7 +32,7 @@ class TaskState(StrEnum):
     REQUEUED = "REQUEUED"
     REQUEUE_HOLD = "REQUEUE_HOLD"
     REQUEUE_FED = "REQUEUE_FED"
-    SPECIAL_EXIT = "SPECIAL_EXIT"  # requeued and held, for an exit code the site has chosen
+    SPECIAL_EXIT = "SPECIAL_EXIT"  # requeued and held because of its exit code, by a setting of the site
     RESV_DEL_HOLD = "RESV_DEL_HOLD"
     RUNNING = "RUNNING"
     RESIZING = "RESIZING"
@@ -76,8 +76,8 @@ _ENDED = frozenset(map(TaskState, (
 class Request:
     """The resources of one task: `cpus` for each of its processes, `gpus` and `mem_bytes` on each of its nodes.
 
-    A task is one process on one node; or, with `ranks`, that many processes on each of its nodes. Slurm starts them
-    with srun; on one machine the first process has to start the others.
+    A task is one process on one node; with `ranks`, that many processes on each of its nodes. Slurm starts them
+    with srun; on one machine the first process starts the others.
     """
 
     cpus: int = 1
@@ -85,8 +85,8 @@ class Request:
     nodes: int = 1
     ranks: int = 0  # processes on each node that work together; 0: a task is one process
     mem_bytes: int | None = None  # None: neither counted nor limited
-    time_s: int | None = None  # None: as long as it takes
-    partition: str = ""  # empty: as the site says, also in the next two
+    time_s: int | None = None  # None: unlimited
+    partition: str = ""  # empty: the site's default; so are the next two
     qos: str = ""
     constraint: str = ""
     card: str = ""  # the type of GPU, as the site names it
@@ -128,19 +128,19 @@ class Job:
 
     name: str
     argv: tuple[str, ...]
-    tasks: Sequence[int]  # their numbers, ascending: a range, or what a repair picks out
+    tasks: Sequence[int]  # ascending numbers
     log_dir: str
     request: Request = LEAST
-    after_any: tuple[JobId, ...] = ()  # only once all tasks of these have ended; on a cluster
-    env: Mapping[str, str] = field(default_factory=dict)  # in addition to what the task inherits
+    after_any: tuple[JobId, ...] = ()  # start after all tasks of these jobs have ended; on a cluster
+    env: Mapping[str, str] = field(default_factory=dict)  # added to the inherited environment
     max_parallel: int | None = None
-    begin_s: int = 0  # it waits at least so long
+    begin_s: int = 0  # minimum delay of its start
     tag: str = ""  # unique among all jobs: it identifies a submission whose answer was lost
-    exclude: tuple[str, ...] = ()  # nodes that failed
-    fork_server: tuple[str, ...] = ()  # the command of what tasks of this run are forked from, on one machine
-    sees: tuple[str, ...] = ()  # folders that a task needs where it runs in a container; none: it runs in no container
-    fork_words: int = 0  # how many of the last arguments a fork gets; 0: these tasks are not forked
-    log_stem: str = ""  # how the paths of its one task's logs begin, if not by its id
+    exclude: tuple[str, ...] = ()  # failed nodes
+    fork_server: tuple[str, ...] = ()  # command of the fork server for the tasks of this run, on one machine
+    sees: tuple[str, ...] = ()  # folders that a task needs in a container; empty: no container
+    fork_words: int = 0  # number of last arguments that a fork gets; 0: not forked
+    log_stem: str = ""  # prefix of the log paths of its single task; empty: by its id
 
     @property
     def section(self) -> str:
@@ -149,7 +149,7 @@ class Job:
 
     @property
     def again(self) -> Command:
-        """The command that submits it; the job of a supervisor or of a probe is no stage of its own."""
+        """The command that submits it; supervisors and probes are not stages of their own."""
         if self.name == PROBE:
             return Command.of("plan train --probe")
         return Command.submit("all" if self.name == SUPERVISE else self.name)
@@ -159,7 +159,7 @@ class Job:
         return replace(self, request=replace(self.request, **changes))
 
     def refused(self, what: str, *settings: tuple[str, str], then: str = "") -> SubmissionRefused:
-        """Return the error about this job; each setting to change is a key below `cluster`, with {} for its section."""
+        """Return the error about this job; keys are below `cluster`, with {} for its section."""
         changes = [(f"cluster.{key.format(self.section)}", value) for key, value in settings]
         return SubmissionRefused(what, where=f"job {self.name}", remedy=self.again.with_settings(*changes, then=then))
 
@@ -174,7 +174,7 @@ class Job:
 
 
 def log_beside(path: str, further: int) -> str:
-    """Return the path of the log of a task that is so many numbers further in the same job."""
+    """Return the log path of the task that is `further` numbers later in the same job."""
     job, _, name = path.rpartition("_")
     index, dot, end = name.partition(".")
     return f"{job}_{int(index) + further}{dot}{end}"
@@ -182,7 +182,7 @@ def log_beside(path: str, further: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TaskStatus:
-    """What is known of one task; None where nothing is known (yet)."""
+    """The status of one task; None: unknown (yet)."""
 
     job: JobId
     task: int
@@ -190,36 +190,36 @@ class TaskStatus:
     stdout: str
     stderr: str
     exit_code: int | None = None
-    signal: int | None = None  # what ended the process, when it did not exit by itself
+    signal: int | None = None  # the signal that ended the process, if any
     peak_rss_bytes: int | None = None  # sampled: a lower bound
     started: float | None = None
     ended: float | None = None
     reason: str = ""
     node: str = ""
     cpu_s: float | None = None
-    waits_for: str = ""  # of a task that has not started: why, in words
-    restarts: int = 0  # how often the scheduler itself has begun it again
-    earlier_s: float = 0.0  # how long it ran before that
+    waits_for: str = ""  # why it has not started
+    restarts: int = 0  # how often the scheduler requeued it
+    earlier_s: float = 0.0  # run time before the last requeue
     gpu_busy: float | None = None  # share of the time in which its GPUs ran a kernel
-    gpu_bytes: int | None = None  # of memory that it used of one
+    gpu_bytes: int | None = None  # used memory of one GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an executor can give; None where that is unknown."""
+    """The limits of an executor; None: unknown."""
 
     mem_bytes: int | None = None  # the largest node
-    time_s: int | None = None  # the longest that a task may ask for
+    time_s: int | None = None  # longest time limit of a task
     job_tasks: int | None = None  # tasks of one job
     highest_task: int | None = None  # the highest number a task of a job can have, counted from the job's first
     queued_tasks: int | None = None  # tasks in the queue at once
-    nodes: int | None = None  # how many there are
+    nodes: int | None = None  # number of nodes
     running_tasks: int | None = field(default=None, repr=False)  # tasks that may run at once
-    preempts: bool = field(default=False, repr=False)  # whether jobs may have to make room for others
-    lacks: str = field(default="", repr=False)  # why no node holds such tasks
+    preempts: bool = field(default=False, repr=False)  # whether jobs may be preempted
+    lacks: str = field(default="", repr=False)  # why such tasks fit no node
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON for the ledger, without unknown limits, which are asked for again."""
+        """Return the JSON for the ledger, without unknown limits."""
         return {name: value for name, value in asdict(self).items() if value}
 
 
@@ -228,36 +228,36 @@ class Executor(Protocol):
 
     @property
     def outlives(self) -> bool:
-        """Whether jobs go on after this process has ended."""
+        """Whether jobs survive the end of this process."""
 
     @property
     def cluster(self) -> str:
-        """The name of the cluster that jobs go to; empty where there is none, or it does not answer."""
+        """The name of the cluster; empty without one, or if it does not answer."""
 
     @property
     def ends_at(self) -> float | None:
-        """When it ends at the latest, and its jobs with it; None if that is unknown, or never."""
+        """When it must end, with its jobs; None: unknown or never."""
 
     def limits_of(self, request: Request = LEAST) -> Limits:
-        """Return the limits for tasks with the cores and GPUs of a request, in its partition or else the default."""
+        """Return the limits for tasks with this request, in its partition or the default one."""
 
     def room(self) -> int | None:
-        """Return how many more tasks the queue takes now; None where no limit is known."""
+        """Return how many more tasks the queue takes now; None without a known limit."""
 
     def check(self, job: Job) -> None:
         """Raise SubmissionRefused for a job that could never run here; queues nothing."""
 
     def starts(self, job: Job) -> float | None:
-        """Return when a job would start if it were submitted now; None if unknown."""
+        """Return when a job submitted now would start; None if unknown."""
 
     def submit(self, job: Job) -> JobId:
-        """Queue a job, or raise SubmissionRefused; the id is never used again, by any executor.
+        """Queue a job, or raise SubmissionRefused; its id is never reused by any executor.
 
-        A job with a tag that is queued already, because the answer to an earlier try was lost, is not queued twice.
+        A tag that is in the queue already (the answer to an earlier try was lost) is not queued twice.
         """
 
     def reschedule(self, job_id: JobId, job: Job) -> None:
-        """Change when and where a waiting job may begin: after which jobs, in how many seconds, off which nodes."""
+        """Change a pending job: the jobs it waits for, its delay, and its excluded nodes."""
 
     def adopt(self, job_id: JobId, job: Job) -> None:
         """Follow a job of an earlier executor; if jobs cannot outlive their executor, its tasks have failed."""
@@ -265,29 +265,29 @@ class Executor(Protocol):
     def recognize(self, names: Mapping[JobId, str]) -> None:
         """Learn the unique names of jobs of earlier executors.
 
-        A job is known by its number and its name: where numbers begin again, a job of another name is a stranger's.
+        A job is identified by number and name, because a controller that lost its state reuses numbers.
         """
 
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
         """Return which of these jobs have not ended; all of them if the queue does not answer."""
 
     def status(self, jobs: Iterable[JobId]) -> list[TaskStatus]:
-        """Return the state that the last step saw of every task of the jobs; unknown jobs have none."""
+        """Return the state of every task of the jobs as of the last step; nothing for unknown jobs."""
 
     def step(self, timeout_s: float) -> list[TaskStatus]:
         """Wait until a task changes state, at most this long; return the tasks changed since the last step.
 
-        Returns early when nothing can change any more.
+        Return early if nothing can change any more.
         """
 
     def cancel(self, jobs: Iterable[JobId], tasks: Collection[int] | None = None) -> None:
-        """Request the end of every task of these jobs, or of some alone, that has not ended; later steps report it.
+        """Request the end of the unfinished tasks of these jobs, or of some; later steps report it.
 
         Only jobs that this executor submitted, adopted or recognized are cancelled.
         """
 
     def close(self) -> None:
-        """Release the executor; jobs that cannot live without it end now."""
+        """Release the executor; its jobs end now unless it `outlives`."""
 
     def __enter__(self) -> Executor: ...
 

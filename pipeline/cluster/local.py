@@ -1,7 +1,7 @@
-"""Runs tasks as child processes of this one, with the meaning they have under Slurm.
+"""Runs tasks as child processes of this one, with the same behaviour as under Slurm.
 
-Memory is limited by sampling the whole process tree, not by a cgroup: that needs no rights and no set-up, and misses
-what lasts less than a sample. Limits hold only while a caller steps.
+Memory is limited by sampling the whole process tree, not by a cgroup: this needs no rights and no set-up, and misses
+peaks shorter than a sample. Limits hold only while a caller steps.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import Job, JobId
 
-LOOK_EVERY_S = 0.05  # limits are checked so often
-POLL_EVERY_S = 0.01  # exits are looked for so often, where the kernel does not tell of them
+LOOK_EVERY_S = 0.05  # how often limits are checked
+POLL_EVERY_S = 0.01  # how often to poll for exits without pidfd
 GRACE_S = 10.0
-MEASURING_SHARE = 0.1  # at most this part of a core goes into measuring one task
-KILLED = 128 + signal.SIGKILL  # how a shell reports a program that was killed
+MEASURING_SHARE = 0.1  # most of a core spent on measuring one task
+KILLED = 128 + signal.SIGKILL  # exit code of shells for a killed program
 
 
 class LocalTask:
-    """A task on this machine, while and after it runs.
+    """A task on this machine, during and after its run.
 
-    Its first process leads a session of its own, so a Ctrl-C in the terminal does not reach it.
+    Its first process leads its own session, so that a Ctrl-C in the terminal does not reach it.
     """
 
     def __init__(self, job: Job, mark: str, gpus: tuple[str, ...]) -> None:
@@ -51,7 +51,7 @@ class LocalTask:
         self.status = TaskStatus("", self.number, TaskState.RUNNING, *self.logs, started=time.time())
 
     def start(self, grace_s: float, server: ForkServer | None) -> None:
-        """Start it, forked from a server where there is one, or raise OSError."""
+        """Start it, forked from the server if there is one, or raise OSError."""
         self._grace_s, self._oom_kills = grace_s, count_oom_kills()
         env, command = task_environment(self.job, self.gpus, self.mark), self.job.command(self.number)
         self.pid, self.exit_fd, self._reap = _start(self.job, self.logs, command, env, server)
@@ -62,7 +62,7 @@ class LocalTask:
         self._terminated = self._exited = False
 
     def stop(self, state: TaskState, reason: str) -> None:
-        """End the running task, after its grace period; the first reason given stands."""
+        """End the running task, after its grace period; the first reason counts."""
         if self._verdict is None:
             self._verdict = (state, reason)
             self._kill_at = time.monotonic() + self._grace_s
@@ -72,7 +72,7 @@ class LocalTask:
         self._kill_at = 0.0
 
     def has_exited(self) -> bool:
-        """Tell whether the first process has exited just now; its pid stays reserved until the whole tree is gone."""
+        """Tell whether the first process has just exited; its pid stays reserved until the whole tree is gone."""
         if self._exited:
             return False
         try:
@@ -80,12 +80,12 @@ class LocalTask:
                 self._exited = is_readable(self.exit_fd)
             else:
                 self._exited = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # another part of this process took its status
+        except ChildProcessError:  # another part of this process reaped it
             self._exited = True
         return self._exited
 
     def hold_to_limits(self, pids: list[int]) -> bool:
-        """Check the task's living processes and end those that must end; tell whether the whole tree is gone."""
+        """Check the task's processes and end those over a limit; return whether the whole tree is gone."""
         now = time.monotonic()
         if self._exited:  # as under Slurm, nothing outlives the first process
             return not send(signal.SIGKILL, pids)
@@ -97,7 +97,7 @@ class LocalTask:
         return False
 
     def _measure(self, pids: list[int], now: float) -> None:
-        """Measure the memory of the process tree, and end the task if it is over its limit."""
+        """Measure the memory of the process tree; end the task if it exceeds its limit."""
         if not pids or now < self._measure_at:
             return
         used, limit = used_bytes(pids), self.job.request.mem_bytes
@@ -128,7 +128,7 @@ class LocalTask:
         )
 
     def ended(self, state: TaskState, reason: str) -> TaskStatus:
-        """Return its status when it has ended so."""
+        """Return its status for this end."""
         return replace(self.status, state=state, reason=reason, ended=time.time())
 
     def _judge(self, code: int | None) -> tuple[TaskState, str]:
@@ -151,7 +151,7 @@ class TaskRunner(Node):
     """Runs tasks on this machine while it is open; if its process is killed, a guard process ends them."""
 
     def __init__(self, machine: Machine, grace_s: float, prefix: str, note: Callable[[int, TaskStatus], None]) -> None:
-        """Call `note` with each state of a piece; `grace_s` lies between SIGTERM and SIGKILL."""
+        """Call `note` with each state of a piece; `grace_s` is the time from SIGTERM to SIGKILL."""
         super().__init__("", machine)
         self._grace_s, self._note = grace_s, note
         self._prefix = prefix  # of the marks of its processes
@@ -163,13 +163,13 @@ class TaskRunner(Node):
         self.running: dict[int, LocalTask] = {}  # by piece
 
     def serve(self, job: Job) -> None:
-        """Start the server that tasks of a job, or of later ones, are forked from."""
+        """Start the fork server for the tasks of this and later jobs."""
         if not (job.fork_server and CAN_FORK) or self.server is not None:
             return
         self._guard = self._guard or Guard(self._prefix, self._grace_s)
         env = task_environment(job, (), "")
         del env[MARK]
-        with suppress(OSError):  # tasks get processes that were not forked
+        with suppress(OSError):  # tasks start as ordinary processes
             self.server = ForkServer(job.fork_server, env, f"{self._prefix}forks")
             self.events.register(self.server, selectors.EVENT_READ)
 
@@ -194,7 +194,7 @@ class TaskRunner(Node):
 
     def stop(self, piece: int) -> None:
         """Request the end of a task, after its grace period."""
-        if piece in self.running:  # else its end is on the way
+        if piece in self.running:  # else it is ending already
             self.running[piece].stop(TaskState.CANCELLED, "cancelled")
         self._look_at = 0.0
 
@@ -222,7 +222,7 @@ class TaskRunner(Node):
         self.events.select(min(timeout_s, often_s) if self.running else timeout_s)
 
     def close(self) -> None:
-        """End every task, after its grace; an exception on the way (a second Ctrl-C) takes the grace away."""
+        """End every task after its grace; an exception meanwhile (a second Ctrl-C) ends the grace."""
         try:
             self._end_all()
         finally:
@@ -244,7 +244,7 @@ class TaskRunner(Node):
             self.wait(LOOK_EVERY_S)
 
     def _hear_server(self) -> None:
-        """Take in what the server says while it starts; without it, where it is gone."""
+        """Read the server's messages while it starts; drop it if it is gone."""
         if self.server is None or self.server.is_ready:
             return
         try:
@@ -255,7 +255,7 @@ class TaskRunner(Node):
             self._dismiss_server()
 
     def _dismiss_server(self) -> None:
-        """End the server; none of its forks is left."""
+        """End the server when no forks are left."""
         if self.server is not None:
             self.server.close()
             self.server = None
@@ -267,7 +267,7 @@ class LocalExecutor(PlacingExecutor):
     holder = "the local executor has {} for all tasks together"
 
     def __init__(self, machine: Machine | None = None, *, grace_s: float = GRACE_S) -> None:
-        """Use `machine`, by default this one."""
+        """Use `machine`. Default: this one."""
         super().__init__()
         self.machine = machine or Machine.detect()
         self.runner = TaskRunner(self.machine, grace_s, self._prefix, self._note)
@@ -304,7 +304,7 @@ class LocalExecutor(PlacingExecutor):
 
 
 def task_environment(job: Job, gpus: tuple[str, ...], mark: str) -> dict[str, str]:
-    """Return a task's environment: ours, thread counts and GPUs by what it was lent, the job's own, and its mark."""
+    """Return a task's environment: ours, thread counts and GPUs by its slot, the job's, and its mark."""
     threads = dict.fromkeys(THREADS, str(job.request.cpus))
     return {**os.environ, **threads, **job.env, VISIBLE: ",".join(gpus), MARK: mark}
 
@@ -312,15 +312,15 @@ def task_environment(job: Job, gpus: tuple[str, ...], mark: str) -> dict[str, st
 def _start(
     job: Job, logs: tuple[str, str], command: list[str], env: Mapping[str, str], server: ForkServer | None
 ) -> tuple[int, int | None, Callable[[], int | None]]:
-    """Start the first process of a task, forked from a server if there is one, its output appended to the task's logs.
+    """Start the first process of a task, forked from the server if there is one; append its output to the logs.
 
-    Return its pid, a descriptor that becomes readable when it exits, and how to take its exit code: negative if a
-    signal killed it, None if the code is lost.
+    Return its pid, a descriptor that becomes readable when it exits, and a function that returns its exit code:
+    negative for a signal, None if lost.
     """
     out, err = logs
     with Path(out).open("ab") as stdout, Path(err).open("ab") as stderr:
         if server is not None and server.suits(job.fork_server, env):
-            with suppress(OSError):  # it is gone: the task gets a process that was not forked
+            with suppress(OSError):  # the server is gone: start an ordinary process
                 pid, exit_fd = server.fork(command[-job.fork_words :], env, (stdout.fileno(), stderr.fileno()))
                 return pid, exit_fd, partial(server.reap, pid)
         process = subprocess.Popen(
@@ -337,7 +337,7 @@ def _open_exit_fd(pid: int) -> int | None:
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int | None:
-    process.returncode = 0  # so that Popen does not look for it, too
+    process.returncode = 0  # so that Popen does not wait for it
     try:
         return os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""What this machine can lend to tasks, and what it tells of processes."""
+"""The resources of this machine for tasks, and facts about its processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DEVICES = Path("/dev")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-SAME_S = 2.0  # a clock that is adjusted changes a process's creation time by no more
+SAME_S = 2.0  # adjusting the clock changes a creation time by at most this
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Machine:
 
     @classmethod
     def detect(cls, *, cpus: int | None = None, gpus: int | None = None, mem_bytes: int | None = None) -> Machine:
-        """Measure this machine; figures that are given replace the measured ones."""
+        """Measure this machine; given figures replace measured ones."""
         gpu_names = find_gpus()
         if gpus is not None:
             gpu_names = (*gpu_names, *map(str, range(len(gpu_names), gpus)))[:gpus]
@@ -45,7 +45,7 @@ class Machine:
         )
 
     def at_once(self, request: Request) -> int:
-        """Return how many tasks, or pieces of tasks on several machines, run here at once."""
+        """Return how many tasks (or pieces of multi-node tasks) run here at once."""
         shares = [self.cpus // request.cpus_on_node]
         shares += [len(self.gpus) // request.gpus] if request.gpus else []
         shares += [self.mem_bytes // request.mem_bytes] if request.mem_bytes else []
@@ -64,21 +64,21 @@ class Slots:
         return free and (request.mem_bytes or 0) <= self._mem_bytes
 
     def take(self, request: Request) -> tuple[str, ...]:
-        """Reserve what one task asks for; return its GPUs."""
+        """Reserve the resources of one task; return its GPUs."""
         self._cpus -= request.cpus_on_node
         self._mem_bytes -= request.mem_bytes or 0
         taken, self._gpus = self._gpus[: request.gpus], self._gpus[request.gpus :]
         return tuple(taken)
 
     def give_back(self, request: Request, gpus: tuple[str, ...]) -> None:
-        """Release what one task had."""
+        """Release the resources of one task."""
         self._cpus += request.cpus_on_node
         self._mem_bytes += request.mem_bytes or 0
         self._gpus += gpus
 
 
 def find_cpus() -> int:
-    """Count the cores this process may use, which may be fewer than there are."""
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -130,9 +130,9 @@ def is_loopback(address: str) -> bool:
 
 
 def is_alive(pid: int, born: float = 0.0, *, seen: float = math.inf, uid: int | None = None) -> bool:
-    """Tell whether a process lives, and is not a later one with the same pid.
+    """Tell whether a process is alive and not a later one with the same pid.
 
-    It was created at `born` (0: unknown), had begun its work at `seen`, and is of the user `uid`, as far as is known.
+    It was created at `born` (0: unknown), was seen at work at `seen`, and belongs to user `uid`, if known.
     """
     if min(born or seen, seen) < psutil.boot_time() - SAME_S:
         return False
@@ -156,7 +156,7 @@ def _owner(pid: int) -> int | None:
 
 
 def born_at(pid: int) -> float:
-    """Return when a process was created, which tells it from later ones with the same pid."""
+    """Return when a process was created, to distinguish it from later ones with the same pid."""
     return psutil.Process(pid).create_time()
 
 

@@ -1,7 +1,7 @@
-"""The small process on each node of an allocation, which runs the tasks that it is sent over a connection.
+"""The agent on each node of an allocation: it runs the tasks that the executor sends over a connection.
 
-The executor of the allocation writes a file with its addresses and two random words, which only this user can read. The
-agent connects, and both show a word. When the connection ends, the agent ends its tasks, after their grace period.
+The executor writes a file with its addresses and two random words, readable only by this user. The agent connects, and
+both sides prove themselves by a word. When the connection ends, the agent ends its tasks, after their grace period.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 MEETING = "meeting.json"
 CONNECT_S, SEND_S, IDLE_S = 5.0, 60.0, 3600.0
-ANSWER_S = 600.0  # of an executor whose process is planning
-# A node that lost its power does not say so: after 15 s of silence it is asked, and is lost 20 s later.
+ANSWER_S = 600.0  # wait for an executor that is busy planning
+# TCP keepalive: a silent node is probed after 15 s and lost 20 s later.
 ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 35_000}
 RECEIVE_BYTES = 1 << 16
 
 
 class Link:
-    """A connection that carries a JSON object a line."""
+    """A connection with one JSON object per line."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(SEND_S)
@@ -51,11 +51,11 @@ class Link:
         return self._connection.fileno()
 
     def send(self, **message: Any) -> None:
-        """Send a message; raise OSError where the other end is gone."""
+        """Send a message; raise OSError if the other side is gone."""
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the messages that have come; raise OSError where the other end is gone."""
+        """Return the received messages; raise OSError if the other side is gone."""
         if not is_readable(self.fileno()):
             return []
         received = self._connection.recv(RECEIVE_BYTES)
@@ -65,7 +65,7 @@ class Link:
         return [json.loads(line) for line in lines]
 
     def next(self, timeout_s: float) -> dict[str, Any]:
-        """Return the next message, before which no other was sent; raise OSError where none comes in time."""
+        """Return the first message; raise OSError if it does not arrive in time."""
         while True:
             if not select.select([self], [], [], timeout_s)[0]:
                 raise TimeoutError("no answer")
@@ -85,7 +85,7 @@ def main(folder: Path, node: int) -> None:
     os.chdir(first["cwd"])
 
     def note(piece: int, status: TaskStatus) -> None:
-        with suppress(OSError):  # it is gone, which reading shows
+        with suppress(OSError):  # it is gone; reading will notice
             link.send(piece=piece, status=plain(status))
 
     machine = Machine.detect(**first["machine"])
@@ -99,7 +99,7 @@ def main(folder: Path, node: int) -> None:
 
 
 def _serve(link: Link, runner: TaskRunner) -> None:
-    """Run the tasks that come over a connection until it ends."""
+    """Run the received tasks until the connection ends."""
     while True:
         for message in link.receive():
             if "job" in message:
@@ -130,11 +130,11 @@ def _connect(meeting: dict[str, Any], node: int) -> tuple[Link, dict[str, Any]]:
 
 
 def _job(data: dict[str, Any]) -> Job:
-    """Return the job of these data; pydantic would refuse words that are bytes and no text."""
+    """Return the job of these data; pydantic would refuse words that are not UTF-8."""
     words = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
     return Job(**{**data, **words, "request": Request(**data["request"])})
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
-    """End, and the tasks with it."""
+    """End this process and its tasks."""
     sys.exit("asked to end")

@@ -1,8 +1,8 @@
 """Executors that place tasks on nodes themselves: this machine alone, or the nodes of an allocation.
 
-A task starts when cores, GPUs and memory of a node are free, or of several; on each it is one piece. Jobs that were
-submitted earlier go first, but one that does not fit does not hold up those that do. There are no threads: everything
-happens inside `step`, so limits hold only while a caller steps.
+A task starts when its node or nodes have enough free cores, GPUs and memory; it runs as one piece on each. Earlier jobs
+start first, but a job that does not fit does not block later ones. There are no threads: everything happens inside
+`step`, so limits hold only while a caller steps.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from pipeline.cluster.job_spec import Job, JobId, Request
 
 ORPHANED = "its process is gone"
-ALONE_S = 30.0  # for the other pieces of a task once one has failed: they notice by themselves
+ALONE_S = 30.0  # wait for the other pieces of a failed task: they notice by themselves
 NOTHING = Machine(0, (), 0)
 
 
 class Node(ABC):
-    """A node, what it lends to tasks, and what is free of that."""
+    """A node, its resources for tasks, and the free ones."""
 
     def __init__(self, name: str, machine: Machine | None = None) -> None:
         self.name = name  # empty: this machine
         self.lend(machine)
 
     def lend(self, machine: Machine | None) -> None:
-        """Set what the node lends; None: it cannot be used."""
+        """Set the node's resources; None: unusable."""
         self.machine, self.slots = machine, Slots(machine or NOTHING)
 
     @abstractmethod
     def start(self, piece: int, job: Job, gpus: tuple[str, ...]) -> None:
-        """Start a piece, which is the only task of a job; its states are reported by `Placing._note`."""
+        """Start a piece, a job with a single task; `_note` gets its states."""
 
     @abstractmethod
     def stop(self, piece: int) -> None:
@@ -55,7 +55,7 @@ class Node(ABC):
 
 @dataclass(eq=False, slots=True)
 class PlacedTask:
-    """A task, its state, its pieces that have not ended, and those that have."""
+    """A task, its state, its running pieces and its ended ones."""
 
     job_id: JobId
     job: Job
@@ -85,16 +85,16 @@ class PlacingExecutor(ABC):
 
     outlives: bool = False
     cluster: str = ""
-    holder: str  # of the most that a task may ask for, with {}
+    holder: str  # message for a request above the largest node, with {}
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
-        self._prefix = f"{secrets.token_hex(4)}."  # makes job ids unique, and so the marks of processes
+        self._prefix = f"{secrets.token_hex(4)}."  # makes job ids and process marks unique
         self._nodes = [*nodes]
         self._jobs: dict[JobId, _PlacedJob] = {}
         self._waiting: list[_PlacedJob] = []  # those with pending tasks, in the order of submission
         self._pieces: dict[int, tuple[PlacedTask, Node, tuple[str, ...]]] = {}
-        self._count = 0  # of pieces so far
-        self._changed: dict[PlacedTask, None] = {}  # since the last step; a set that keeps the order
+        self._count = 0  # number of pieces so far
+        self._changed: dict[PlacedTask, None] = {}  # changed since the last step; an ordered set
 
     @property
     def ends_at(self) -> float | None:
@@ -102,7 +102,7 @@ class PlacingExecutor(ABC):
 
     @property
     def machines(self) -> list[Machine]:
-        """What the nodes lend that can be used now."""
+        """The resources of the usable nodes."""
         return [node.machine for node in self._nodes if node.machine]
 
     def limits_of(self, request: Request = LEAST) -> Limits:
@@ -155,7 +155,7 @@ class PlacingExecutor(ABC):
         """Do nothing: no job here waits for others."""
 
     def recognize(self, names: Mapping[JobId, str]) -> None:  # noqa: B027
-        """Do nothing: no other program gives numbers to jobs here."""
+        """Do nothing: job ids here are unique."""
 
     def queued(self, jobs: Iterable[JobId]) -> set[JobId]:
         return {task.job for task in self.status(jobs) if not task.state.ended}
@@ -182,7 +182,7 @@ class PlacingExecutor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End every task, after its grace; an exception on the way (a second Ctrl-C) takes the grace away."""
+        """End every task after its grace; an exception meanwhile (a second Ctrl-C) ends the grace."""
 
     def __enter__(self) -> Self:
         return self
@@ -204,7 +204,7 @@ class PlacingExecutor(ABC):
         """Note what has happened on the nodes."""
 
     def _advance(self, timeout_s: float) -> None:
-        """Wait for news of the nodes unless there are some, and start what can start."""
+        """Wait for changes unless there are some, then start tasks."""
         if timeout_s > 0 and not self._changed:
             self._await(timeout_s)
         with signals_held():
@@ -227,7 +227,7 @@ class PlacingExecutor(ABC):
         return True
 
     def _free_nodes(self, job: Job) -> list[Node]:
-        """Return the nodes that a task would start on now, the least busy first; none where there is no room."""
+        """Return the nodes that a task would start on now, the least busy first; empty without room."""
         wanted = [node for node in self._nodes if node.slots.fit(job.request) and node.name not in job.exclude]
         if len(wanted) > 1:
             busy = [node.name for _, node, _ in self._pieces.values()]
@@ -252,7 +252,7 @@ class PlacingExecutor(ABC):
                 env={**job.env, **place},
                 log_stem=f"{stem}-{index}" if index else stem,
             )
-            if piece in self._pieces:  # its node is not lost meanwhile
+            if piece in self._pieces:  # unless its node was lost meanwhile
                 node.start(piece, own, self._pieces[piece][2])
 
     def _stop(self, task: PlacedTask) -> None:
@@ -289,7 +289,7 @@ class PlacingExecutor(ABC):
 
 
 def _whole(ended: list[TaskStatus], task: TaskStatus) -> TaskStatus:
-    """Return the state of a task by its pieces: the first that failed by its own fault, or else the first of all."""
+    """Return the status of a task by its pieces: the first that failed by itself, else the first."""
     failed = sorted((piece for piece in ended if not piece.state.ok), key=lambda piece: piece.exit_code == PEER_LOST)
     first = next((piece for piece in ended if piece.stdout == task.stdout), ended[0])
     return replace(

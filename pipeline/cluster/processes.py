@@ -1,11 +1,11 @@
-"""Which processes belong to a task, what memory they hold, and how they are ended, by reading /proc.
+"""Finds, measures and ends the processes of a task, by reading /proc.
 
-A task is its whole tree. A process belongs to it if its session or its parent does, or by an entry in its environment:
-children inherit that also when they leave the session and their parent dies, as daemons do. (Lost is only who does all
-three: a clean environment, a new session, and a parent that died before anybody looked.)
+A task is its whole process tree. A process belongs to it by its session, its parent, or a mark in its environment,
+which even daemons inherit. (Only a process with a clean environment, a new session and a parent that died between two
+looks is missed.)
 
-Run as a script this file is the guard of an executor: it waits until the executor is gone and ends what it left. It
-imports nothing but the standard library, to start quickly and from anywhere.
+Run as a script, this file is the guard of an executor: it waits until the executor is gone, then ends what is left.
+It imports only the standard library, to start quickly and from anywhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MARK = "PIPELINE_LOCAL_TASK"
 LOOK_EVERY_S = 0.05
-FORGET_AFTER_S = 1.0  # a number may since have gone to another process
+FORGET_AFTER_S = 1.0  # the pid may belong to another process by now
 KERNEL_THREAD = 0x00200000  # PF_KTHREAD
 
 
@@ -32,7 +32,7 @@ class Process(NamedTuple):
 
     owner: str
     session: int
-    started_ticks: int  # with the pid, what identifies a process
+    started_ticks: int  # identifies a process together with its pid
 
 
 class ProcessTable:
@@ -41,7 +41,7 @@ class ProcessTable:
     def __init__(self, prefix: str) -> None:
         self._entry = f"{MARK}={prefix}".encode()
         self._processes: dict[int, Process] = {}
-        self._strangers: set[int] = set()  # not of our tasks; looked at once, since that never changes
+        self._strangers: set[int] = set()  # processes of other programs; checked once, as this never changes
         self._refreshed = 0.0
 
     def refresh(self, roots: Mapping[int, str]) -> None:
@@ -65,7 +65,7 @@ class ProcessTable:
         return list(self._processes)
 
     def _look_at(self, pid: int, known: Process | None, sessions: dict[int, str]) -> None:
-        """Record a process as a task's or as a stranger's; one without an environment yet is looked at again."""
+        """Record a process as ours or not; a process without an environment yet is checked again later."""
         try:
             stat = _read_stat(pid)
             owner: str | None = ""
@@ -105,7 +105,7 @@ class Stat(NamedTuple):
     parent: int
     session: int
     started_ticks: int
-    is_living_program: bool  # neither dead and uncollected, nor a thread of the kernel
+    is_living_program: bool  # neither a zombie nor a kernel thread
 
 
 def _stat_fields(pid: int) -> list[bytes]:
@@ -115,7 +115,7 @@ def _stat_fields(pid: int) -> list[bytes]:
 
 
 def cpu_s(pid: int) -> float | None:
-    """Return the CPU time of a process, which may await its reaping, and of the children that it reaped."""
+    """Return the CPU time of a process (perhaps a zombie) and of its reaped children."""
     with contextlib.suppress(OSError):
         return sum(map(int, _stat_fields(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
     return None
@@ -132,7 +132,7 @@ def _read_stat(pid: int) -> Stat:
 
 
 def send(number: int, pids: Iterable[int]) -> bool:
-    """Send a signal to processes; tell whether any of them existed."""
+    """Send a signal to processes; return whether any of them existed."""
     delivered = False
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -142,11 +142,11 @@ def send(number: int, pids: Iterable[int]) -> bool:
 
 
 def used_bytes(pids: list[int]) -> int:
-    """Return the memory that only the end of these processes would free, which is what kills under a kernel limit.
+    """Return the memory that only the end of these processes would free: it counts for a kernel memory limit.
 
-    Mapped files are left out: the kernel drops them under pressure. Several processes are measured by proportional
-    set size, or the pages that forked workers share would count once for each; it costs a walk through the page
-    tables (10 ms/GB), so a lone process, which shares with no other, is not.
+    Mapped files do not count, because the kernel drops them under pressure. Several processes are measured by their
+    proportional set size, so that pages shared by forked workers count once. That walks the page tables (10 ms/GB), so
+    a lone process is measured by its resident size.
     """
     if len(pids) == 1:
         return _kilobytes(f"/proc/{pids[0]}/status", b"RssAnon:", b"RssShmem:") << 10

@@ -1,4 +1,4 @@
-"""Which jobs are refused before they are submitted, and what a refusal of the scheduler means."""
+"""Refuses jobs before their submission, and explains refusals of the scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Bound: TypeAlias = tuple[str, int, str]  # a kind, its maximum, and the source, with {} for the maximum
 
 LEAST_QUEUE = 3  # a visit at work, the next one, and a task
-# What a task may be limited in. The first are of all its nodes together, those with `on_node` of one.
+# Limited resources of a task: of all its nodes together, or (`on_node`) of one.
 TIME, MEM, CPUS, GPUS, NODES = "time", "mem", "cpus", "gpus", "nodes"
 MEM_ON_NODE, CPUS_ON_NODE, GPUS_ON_NODE = "mem_on_node", "cpus_on_node", "gpus_on_node"
 
@@ -33,11 +33,11 @@ PASSING = (  # signs that the same submission may succeed a little later
 # sbatch names the limit that a job violates, but its last line speaks of the "job submit limit" whatever that limit is.
 LIMIT = re.compile(r"\b(?:assoc|qos)(?:grp|max|min)\w+", re.IGNORECASE)
 SUBMIT, ANY_POLICY = "submit", "job submit limit"
-ABSENT = ("no such file or directory", "configuration source")  # signs that Slurm is not here
+ABSENT = ("no such file or directory", "configuration source")  # signs that Slurm is missing
 
 FULL_QUEUE = "   (lists your jobs; each run has a supervisor job), or wait until some end"
 
-# What the scheduler says → which keys to change, the first that is found ({} is the stage), and what follows
+# Message of the scheduler → keys to change ({}: the stage), and the effect; the first match counts
 REMEDIES: dict[str, tuple[tuple[str, ...], str]] = {
     "no such file or directory": ((), " --executor local   (or log in where sbatch is installed, or load its module)"),
     "configuration source": ((), " --executor local   (or set SLURM_CONF to Slurm's configuration file)"),
@@ -66,7 +66,7 @@ REMEDIES: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def refuse_beyond(job: Job, bounds: Iterable[Bound]) -> None:
-    """Refuse a job whose tasks ask for more than one of these bounds."""
+    """Refuse a job whose tasks exceed one of these bounds."""
     request, asked = job.request, _asked(job.request)
     for kind, most, holder in bounds:
         wanted, shares, setting = asked[kind]
@@ -84,7 +84,7 @@ def refuse_beyond(job: Job, bounds: Iterable[Bound]) -> None:
 
 
 def refuse_narrow_queue(job: Job, limits: Limits, limit: str) -> None:
-    """Refuse a supervisor's job where the queue has no place for it, the next visit and a task."""
+    """Refuse a supervisor job if the queue is too small for it, the next visit and a task."""
     most = limits.queued_tasks
     if job.name == SUPERVISE and most is not None and most < LEAST_QUEUE:
         what = f"{limit} allows {most} jobs in the queue: a run with its supervisors needs {LEAST_QUEUE}"
@@ -92,7 +92,7 @@ def refuse_narrow_queue(job: Job, limits: Limits, limit: str) -> None:
 
 
 def shown(kind: str, value: int) -> str:
-    """Write an amount of a kind as the configuration takes it; memory in whole mebibytes."""
+    """Format an amount for the configuration; memory in whole mebibytes."""
     if kind == TIME:
         return format_duration(value)
     return str(format_size(value // MIB * MIB)) if kind in (MEM, MEM_ON_NODE) else str(value)
@@ -123,13 +123,13 @@ def refusal_of(job: Job, message: str, partitions: Iterable[str]) -> SubmissionR
 
 
 def _is_of_queue(message: str) -> bool:
-    """Tell whether the user has too many jobs in the queue, so that the same job is accepted once some have ended."""
+    """Tell whether the user has too many jobs in the queue: the same job is accepted later."""
     named = LIMIT.findall(message)
     return any(SUBMIT in limit.lower() for limit in named) if named else ANY_POLICY in message.lower()
 
 
 def _asked(request: Request) -> dict[str, tuple[int, int, str]]:
-    """Return how much a task asks for of each kind, how many share it, and the setting of a share."""
+    """Return each requested amount of a task, the number of shares, and the setting of a share."""
     mem_bytes, ranks = request.mem_bytes or 0, max(1, request.ranks)
     return {
         TIME: (request.time_s or 0, 1, "time"),

@@ -1,6 +1,6 @@
-"""Renders a job as a text for sbatch: a stage's script from `sbatch/`, with its header, setup and command filled in.
+"""Renders a job as a script for sbatch: a template from `sbatch/`, with header, setup and command filled in.
 
-Nothing is run or queried here: the same job gives the same text, whether it is shown or submitted.
+Nothing is run or queried here, so a job has the same script for `--dry-run` and for submission.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from pipeline.cluster.job_spec import Job
     from pipeline.config.schema_cluster import ContainerSection, SlurmSection
 
-GENERIC = "scan"  # the script of a job that has none of its own
-GENERIC_RANKS = "train"  # the same, of a job of several processes
-STARTS_RANKS = "\nranks=1"  # how a script says that it can start several
+GENERIC = "scan"  # template of jobs without their own
+GENERIC_RANKS = "train"  # template of jobs with several processes
+STARTS_RANKS = "\nranks=1"  # marks a template that starts several processes
 DIRECTIVE = "#SBATCH "
-PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]*-]+")  # needs no quotes in a header
+PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]*-]+")  # characters that need no quotes in a header
 NAME = re.compile(r"[A-Za-z0-9._+-]{1,200}")
 VARIABLE = re.compile(r"(\$(?:\{[A-Za-z_][A-Za-z0-9_]*\}|[A-Za-z_][A-Za-z0-9_]*))")
 OFFSET = re.compile(r"^offset=(\d+)$", re.MULTILINE)
-LOG = "%A_%a"  # how a task's log begins
+LOG = "%A_%a"  # stem of a task's log
 PYTHON = "python3"  # the interpreter inside an image
-# What is outside and would be found inside: modules of another interpreter, and those in the home folder.
+# Keep modules of other interpreters and of the home folder out of the image.
 CLEAN = {"PYTHONPATH": "", "PYTHONHOME": "", "PYTHONNOUSERSITE": "1"}
-# In the cgroups of the job, so that its memory limit holds and the kernel's kills are counted; with the node's network
-# and shared memory, by which ranks meet. --env-host would put the PATH of the node in the place of the image's.
+# Stay in the job's cgroups, so that its memory limit holds and OOM kills are counted. Use the node's network and shared
+# memory, through which ranks meet. Not --env-host: it would replace the image's PATH by the node's.
 PODMAN = (
     "podman", "run", "--rm", "--cgroups=disabled", "--cgroupns=host", "--network=host", "--uts=host", "--ipc=host",
     "--entrypoint=", "--log-driver=none",
@@ -50,7 +50,7 @@ TEMPORARY = '"${TMPDIR:-/tmp}"'  # for bash on the node
 
 
 def template(name: str, *, ranks: int = 0) -> str:
-    """Return the script template of a stage, or the generic one (of several processes if `ranks`) if it has none."""
+    """Return the template of a stage, or the generic one (with `ranks`, for several processes)."""
     folder = shipped("sbatch")
     path = folder / f"{name}.sbatch"
     if not (NAME.fullmatch(name) and path.is_file()):
@@ -59,7 +59,7 @@ def template(name: str, *, ranks: int = 0) -> str:
 
 
 def render(text: str, job: Job, site: SlurmSection, *, highest_task: int | None = None) -> str:
-    """Return a script for sbatch: a template with the header, the site's setup and the command of a job filled in.
+    """Return the script of a job for sbatch.
 
     `highest_task` is the highest array index that the cluster allows.
     """
@@ -75,7 +75,7 @@ def render(text: str, job: Job, site: SlurmSection, *, highest_task: int | None 
 
 
 def _checked_line(job: Job, line: str) -> str:
-    """Return a line of a script with its end; refuse one that sbatch or bash could read as several."""
+    """Return a line of a script with its line end; refuse text that sbatch or bash could read as several lines."""
     if all(character.isprintable() or character == "\t" for character in line):
         return f"{line}\n"
     option = line.removeprefix(f"{DIRECTIVE}--").partition("=")[0] if line.startswith(DIRECTIVE) else "setup"
@@ -86,7 +86,7 @@ def _checked_line(job: Job, line: str) -> str:
 
 
 def array_offset(job: Job, highest_task: int | None) -> int:
-    """Return what to add to an array index to get the task's number: 0 wherever the cluster's limit allows it."""
+    """Return the offset from array index to task number: 0 if the cluster's limit on indexes allows it."""
     if highest_task is None or job.tasks[-1] <= highest_task:
         return 0
     first, last = job.tasks[0], job.tasks[-1]
@@ -103,7 +103,7 @@ def offset_of(script: str) -> int | None:
 
 
 def job_name(job: Job) -> str:
-    """Return the job's name in the queue: its tag, reduced to characters that every command accepts."""
+    """Return the job's name in the queue: its tag, without characters that some command refuses."""
     name = job.tag or f"pipeline-{job.name}"
     if NAME.fullmatch(name):
         return name
@@ -176,7 +176,7 @@ def header_word(value: str) -> str:
 def command_lines(job: Job, offset: int = 0, before: Sequence[str] = ()) -> list[str]:
     """Return the lines that define a task's command: one quoted argument a line, not expanded by the shell.
 
-    `before` are the words that start it in a container, quoted already; its interpreter is then that of the image.
+    `before` are the quoted words that start it in a container, where the image's interpreter runs it.
     """
     argv = [PYTHON if before and word == sys.executable else word for word in job.argv]
     words = [*before, *('"$task"' if word == TASK else shell_word(word) for word in argv)]
@@ -190,10 +190,10 @@ def command_lines(job: Job, offset: int = 0, before: Sequence[str] = ()) -> list
 def inside(
     container: ContainerSection, sees: Sequence[str], *, gpus: int = 0, variables: Iterable[str] = ()
 ) -> list[str]:
-    """Return the words, quoted for bash, that start the command after them in an image; none where there is none.
+    """Return the prefix, quoted for bash, that starts a command in an image; empty without an image.
 
-    It sees its folders at their own places, and the node's folder for temporary files. srun takes those of pyxis.
-    `variables` are those of the job, which must be named for podman alone.
+    The command sees its folders at their usual paths, and the node's folder for temporary files. For pyxis these are
+    options of srun. Only podman needs the names of the job's `variables`.
     """
     if container.image is None or not sees:
         return []
@@ -212,7 +212,7 @@ def inside(
     binding = [word for name in (*PASSED, *variables) for word in ("--env", name)]
     binding += [word for bind in binds for word in ("--volume", bind)]
     cards = ["--device", "nvidia.com/gpu=all"] if gpus else []
-    own_id = ["--userns=keep-id"] if os.geteuid() else []  # root has no need of it, and may not use it
+    own_id = ["--userns=keep-id"] if os.geteuid() else []  # root neither needs nor may use it
     return [*PODMAN, *own_id, *binding, "--workdir", place, *cards, *options, image, *environment]
 
 
@@ -230,13 +230,13 @@ def _spelled(byte: int) -> str:
 
 
 def _expanding(text: str) -> str:
-    """Quote a text for bash, but leave the variables in it to be expanded where the job runs."""
+    """Quote a text for bash; its variables are expanded on the node."""
     words = filter(None, VARIABLE.split(text))
     return "".join(f'"${{{word.strip("${}")}:-}}"' if VARIABLE.match(word) else shell_word(word) for word in words)
 
 
 def _gpus(job: Job, site: SlurmSection) -> tuple[str, str | None]:
-    """Return the option by which a job asks for GPUs on this site."""
+    """Return the option that requests GPUs on this site."""
     kind = f"{job.request.card}:" if job.request.card else ""
     if not job.request.gpus:
         return "gres", None
@@ -248,7 +248,7 @@ def _gpus(job: Job, site: SlurmSection) -> tuple[str, str | None]:
 
 
 def _memory(job: Job, site: SlurmSection) -> tuple[str, str | None]:
-    """Return the option by which a job asks for memory on this site."""
+    """Return the option that requests memory on this site."""
     if job.request.mem_bytes is None or site.memory == "none":
         return "mem", None
     shares = job.request.cpus_on_node if site.memory == "mem-per-cpu" else 1
@@ -262,7 +262,7 @@ def _signal(job: Job, site: SlurmSection) -> str | None:
 
 
 def warning_s(site: SlurmSection, time_s: int | None) -> int:
-    """Return how long before its time limit a task is warned: never at once."""
+    """Return how long before its time limit a task is warned, at most a part of that limit."""
     return int(site.grace) if time_s is None else min(int(site.grace), time_s // 4)
 
 

@@ -1,9 +1,9 @@
-"""A Slurm cluster as its own commands describe it; what the site's profile sets takes their place.
+"""Describes a Slurm cluster by the answers of its commands; the site's profile overrides them.
 
-Each command runs once, when its answer is first needed. What is not answered is unknown, and limits nothing.
+Each command runs once, when its answer is first needed. Unanswered facts are unknown and limit nothing.
 
-A QOS overrides the association in whatever it limits, first that of the partition, then that of the job. But of several
-limits on how much is in the queue the least holds here: a smaller queue costs little, a refusal does.
+The limits of a QOS override those of the association: first the QOS of the partition, then that of the job. But of
+several limits on queued tasks we take the lowest: a smaller queue costs little, a refused job much.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pipeline.cluster.refusals import Bound
     from pipeline.config.schema_cluster import SlurmSection
 
-    Ask: TypeAlias = Callable[[Sequence[str], float], str]  # arguments and seconds → stdout; raises CommandFailed
+    Ask: TypeAlias = Callable[[Sequence[str], float], str]  # (arguments, seconds) → stdout, or CommandFailed
 
 PATIENCE_S = {"sacctmgr": 20.0}
 PARTITIONS = ("scontrol", "show", "partition", "--oneliner")
@@ -49,7 +49,7 @@ QOS = (
     "MaxSubmitJobsPU", "MaxSubmitJobsPA", "GrpSubmitJobs", "MaxJobsPU", "MaxJobsPA", "GrpJobs",
 )  # fmt: skip
 EVERY_QOS = (*SACCTMGR, "qos", f"format={','.join(QOS)}")
-QUEUED, RUNNING = "queued", "running"  # kinds of limit on how many tasks there may be
+QUEUED, RUNNING = "queued", "running"  # limits on the number of tasks
 _TRES = {"cpu": CPUS, "mem": MEM, "gres/gpu": GPUS, "node": refusals.NODES}
 _TALLIES = {"MaxSubmit": QUEUED, "GrpSubmit": QUEUED, "MaxJobs": RUNNING, "GrpJobs": RUNNING}
 _NOTHING = ("", "(null)", "N/A", "n/a", "NONE", "none", "UNLIMITED", "INFINITE", "infinite", "ALL")
@@ -61,13 +61,13 @@ class NodeKind:
     """Nodes of one partition that are alike."""
 
     partition: str
-    is_default: bool  # whether that is the partition of jobs that name none
+    is_default: bool  # whether its partition is the default
     count: int
-    cpus: int  # of one node, as the next two; 0: unknown
+    cpus: int  # of one node, like the next two; 0: unknown
     mem_bytes: int
     gpus: tuple[Gpus, ...]
     features: tuple[str, ...]
-    time_s: int | None  # the longest that a job may take; None: no limit
+    time_s: int | None  # longest time limit of a job; None: no limit
     named: str  # the nodes, as Slurm lists them
 
     @property
@@ -75,7 +75,7 @@ class NodeKind:
         return sum(gpus.count for gpus in self.gpus)
 
     def holds(self, request: Request) -> bool:
-        """Tell whether a node has the cores and GPUs that a task asks for."""
+        """Tell whether a node has the cores and GPUs of a request."""
         return self.cpus >= request.cpus_on_node and self.gpu_count >= request.gpus
 
 
@@ -89,25 +89,25 @@ class Partition:
     time_s: int | None  # None: no limit
     preempt_mode: str  # empty: unknown
     accounts: tuple[str, ...]  # empty: all
-    node_mem_bytes: int | None  # that a job may have of a node; None: all
-    job_nodes: int | None  # that a job may have; None: all
-    own_qos: str  # whose limits hold for all of its jobs
+    node_mem_bytes: int | None  # most cores of a node for a job; None: all
+    job_nodes: int | None  # most nodes of a job; None: all
+    own_qos: str  # the QOS whose limits hold for all of its jobs
 
 
 @dataclass(frozen=True, slots=True)
 class Cap:
-    """The most of something, and the limit that says so."""
+    """A maximum, and the name of the limit."""
 
     value: int
-    name: str  # such as MaxWall of QOS tiny
+    name: str  # such as "MaxWall of QOS tiny"
 
 
-Caps: TypeAlias = dict[str, Cap]  # by what they limit
+Caps: TypeAlias = dict[str, Cap]  # limited resource → caps
 
 
 @dataclass(frozen=True, slots=True)
 class Association:
-    """What the accounting grants to a user of an account, or to all of them together."""
+    """The limits of one user of an account, or of all of them together."""
 
     account: str
     user: str  # empty: all
@@ -117,14 +117,14 @@ class Association:
 
 
 class Site:
-    """One cluster: its partitions and nodes, and what this user may ask for."""
+    """One cluster: its partitions and nodes, and the limits of this user."""
 
     def __init__(self, profile: SlurmSection, ask: Ask | None = None) -> None:
         self.profile = profile
         self._ask = ask
-        self._silent: dict[str, str] = {}  # program → why it did not answer: the next try may take as long
-        self._reserved: dict[str, int] = {}  # bytes that nodes keep for themselves, by their names
-        self._caps: dict[tuple[str, str], Caps] = {}  # by partition and QOS
+        self._silent: dict[str, str] = {}  # program → why it did not answer; it is not asked again
+        self._reserved: dict[str, int] = {}  # node names → memory that they reserve for themselves
+        self._caps: dict[tuple[str, str], Caps] = {}  # (partition, QOS) → caps
 
     def refuse_silent(self) -> Site:
         """Return the site, or raise CommandFailed if its controller does not answer."""
@@ -153,8 +153,8 @@ class Site:
 
     @cached_property
     def associations(self) -> list[Association]:
-        """What this user may charge on this cluster."""
-        return self._associations(f"user={slurm_commands.my_name()}")  # sacctmgr knows users by name only
+        """The associations of this user on this cluster."""
+        return self._associations(f"user={slurm_commands.my_name()}")  # sacctmgr knows users only by name
 
     @cached_property
     def default_account(self) -> str:
@@ -163,13 +163,13 @@ class Site:
 
     @cached_property
     def qos(self) -> dict[str, Caps]:
-        """What every QOS limits."""
+        """The limits of each QOS."""
         rows = parse_rows(self._answer(*EVERY_QOS), QOS)
         return {row["Name"]: parse_caps(row, f"QOS {row['Name']}") for row in rows}
 
     @property
     def cluster(self) -> str:
-        """The cluster's name; empty where Slurm does not answer."""
+        """The cluster's name; empty if Slurm does not answer."""
         return self.setting("ClusterName")
 
     @property
@@ -182,7 +182,7 @@ class Site:
 
     @property
     def default(self) -> Partition | None:
-        """The partition of jobs that name none."""
+        """The default partition."""
         return next((partition for partition in self.partitions if partition.is_default), None)
 
     @property
@@ -211,7 +211,7 @@ class Site:
         return [kind for kind in self.nodes if (kind.is_default if names == [""] else kind.partition in names)]
 
     def bars(self, partition: str) -> str:
-        """Say why the user's jobs would not run in a partition now; empty if nothing is known against it."""
+        """Return why the user's jobs would not run in a partition now; empty if no reason is known."""
         known = self.partition(partition)
         if known is None:
             return ""
@@ -222,14 +222,14 @@ class Site:
     def limits(self, request: Request) -> Limits:
         """Return the limits for tasks of such a size in the request's partition, else in the site's.
 
-        Where the site names several partitions, those are the limits of what any of them gives.
+        If the site names several partitions, return the highest limits over them.
         """
         if not request.partition and self.profile.partitions:
             return envelope([self._limits(name, request) for name in self.profile.partitions])
         return self._limits(request.partition or self._named, request)
 
     def refuse(self, job: Job) -> Limits:
-        """Refuse a job that Slurm would refuse or never start; return the limits that hold for it."""
+        """Refuse a job that Slurm would refuse or never start; return its limits."""
         request, limits = job.request, self.limits(job.request)
         caps = self.caps(request.partition, request.qos)
         refusals.refuse_beyond(
@@ -247,7 +247,7 @@ class Site:
         return limits
 
     def _bounds_of_nodes(self, request: Request, limits: Limits) -> Iterator[Bound]:
-        """Yield what the nodes of a request's partitions hold at most; nothing where they are unknown."""
+        """Yield the most that the nodes of a request's partitions offer, if known."""
         if not (nodes := self.nodes_of(request.partition)):
             return
         large = [kind for kind in nodes if kind.holds(request)]
@@ -268,7 +268,7 @@ class Site:
             yield refusals.NODES, max(counts.values()), f"{', '.join(sorted(counts))} has {{}} large enough"
 
     def placed(self, job: Job) -> Job:
-        """Return a job that names a partition if it named none and the site has several for it to go to."""
+        """Add a partition to a job without one, if the site lists several."""
         request, profile = job.request, self.profile
         if request.partition or not profile.partitions or (job.name == SUPERVISE and profile.partition):
             return job
@@ -276,7 +276,7 @@ class Site:
         return job.asking(partition=choose(found, request.mem_bytes or 0, request.time_s or 0, nodes=request.nodes))
 
     def caps(self, partition: str = "", qos: str = "") -> Caps:
-        """Return what the accounting allows a job in a partition (default: the site's), with a QOS (the same)."""
+        """Return the caps of a job in a partition with a QOS. Default: those of the site."""
         key = (partition or self._named, qos or self.profile.qos or "")
         if key not in self._caps:
             known, charged = self.partition(key[0]), self._charged(key[0])
@@ -313,7 +313,7 @@ class Site:
 
     @property
     def _enforces_limits(self) -> bool:
-        """Whether the limits of associations and QOS hold; where that is unknown, they do."""
+        """Whether the limits of associations and QOS are enforced; True if unknown."""
         how = self.settings.get("AccountingStorageEnforce", "limits").lower()
         return any(word in how for word in ("limits", "safe", "all"))
 
@@ -322,7 +322,7 @@ class Site:
         return self.setting("PreemptType") not in ("", "preempt/none") and mode.upper() not in ("", "OFF", "NONE")
 
     def _lacking(self, partition: str, request: Request, caps: Caps, *, has_nodes: bool) -> str:
-        """Say why a partition holds no task of such a size; empty where it does, or that is unknown."""
+        """Return why a task of this size fits no node of a partition; empty if it fits or this is unknown."""
         for kind, wanted in ((CPUS, request.cpus_on_node), (GPUS, request.gpus)):
             if kind in caps and wanted > caps[kind].value:
                 return f"is limited to {caps[kind].value} {kind} ({caps[kind].name})"
@@ -333,7 +333,7 @@ class Site:
         return f"has no node with {request.cpus_on_node} cores" + (f" and {request.gpus} GPUs" if request.gpus else "")
 
     def _largest_mem(self, nodes: Sequence[NodeKind]) -> int | None:
-        """Return the memory of the largest node, less what the node reserves for itself."""
+        """Return the memory of the largest node, without the part that it reserves for itself."""
         if not nodes:
             return None
         most_bytes = max(kind.mem_bytes for kind in nodes)
@@ -344,7 +344,7 @@ class Site:
         return most_bytes - self._reserved.get(named, 0)
 
     def _charged(self, partition: str) -> list[Association]:
-        """Return the associations that hold in a partition: mine for it, else mine for all, and those of accounts."""
+        """Return the associations for a partition: the user's for it, else the user's for all; and the accounts'."""
         mine = self._mine if self._enforces_limits else []
         own = [association for association in mine if association.user and association.partition == partition != ""]
         all_of_mine = [association for association in mine if association.user and not association.partition]
@@ -352,7 +352,7 @@ class Site:
 
     @cached_property
     def _mine(self) -> list[Association]:
-        """What this user may charge with the account of jobs, and what its users share."""
+        """The associations of the jobs' account: this user's and the shared ones."""
         mine, account = self.associations, self.profile.account or os.environ.get("SBATCH_ACCOUNT", "")
         if not account and len({association.account for association in mine}) > 1:
             account = self.default_account
@@ -368,7 +368,7 @@ class Site:
         return [_association(row) for row in rows if self.cluster.lower() in ("", row["Cluster"].lower())]
 
     def _answer(self, *command: str) -> str:
-        """Return what a command prints; nothing once its program has failed to answer."""
+        """Return the output of a command; empty if its program has failed to answer before."""
         if command[0] in self._silent:
             return ""
         try:
@@ -388,7 +388,7 @@ def parse_rows(text: str, columns: Sequence[str]) -> list[dict[str, str]]:
 
 
 def parse_caps(row: Mapping[str, str], holder: str) -> Caps:
-    """Return the least cap of each kind in a row of sacctmgr."""
+    """Return the lowest cap of each kind in a row of sacctmgr."""
     found: Caps = {}
     for column, text in row.items():
         for kind, value, part in _amounts(column, text):
@@ -398,7 +398,7 @@ def parse_caps(row: Mapping[str, str], holder: str) -> Caps:
 
 
 def combined(of_qos: Sequence[Caps], of_associations: Sequence[Caps]) -> Caps:
-    """Return the caps that hold for a job: of the first QOS that limits a thing, else the least of the associations."""
+    """Return the caps of a job: for each resource that of the first QOS with one, else the lowest association's."""
     found: Caps = {}
     for kind in {kind for caps in (*of_qos, *of_associations) for kind in caps}:
         caps = [caps[kind] for caps in of_qos if kind in caps]
@@ -410,13 +410,13 @@ def combined(of_qos: Sequence[Caps], of_associations: Sequence[Caps]) -> Caps:
 
 
 def leading_number(text: str) -> int | None:
-    """Return the whole number that a text begins with, such as 6000+."""
+    """Return the whole number at the start of a text such as 6000+."""
     match = re.match(r"\d+", text.strip())
     return int(match.group()) if match else None
 
 
 def _amounts(column: str, text: str) -> Iterator[tuple[str, int, str]]:
-    """Yield what a cell limits: the kind, how much, and the part of the limit's name that says of what."""
+    """Yield the limits in a cell: kind, amount, and the suffix of the limit's name."""
     if column == "MaxWall" and text:
         if (time_s := limit_of(text)) is not None:
             yield TIME, time_s, ""
@@ -466,7 +466,7 @@ def _partition(line: Mapping[str, str]) -> Partition:
 
 
 def _list(text: str) -> tuple[str, ...]:
-    """Return the parts of a comma-separated list; empty where it stands for all or for none."""
+    """Return the parts of a comma-separated list; empty for ALL or none."""
     return tuple(part for part in (part.strip() for part in text.split(",")) if part not in _NOTHING)
 
 

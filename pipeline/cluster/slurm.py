@@ -1,7 +1,7 @@
 """The executor for Slurm: a job is an array, submitted through submitit as the text that `sbatch.py` renders.
 
-The state of tasks comes from squeue first, for all jobs at once, and from sacct for those that squeue no longer has or
-calls ended. A task that neither knows is UNKNOWN, after some patience.
+The state of tasks comes from squeue, for all jobs at once; from sacct for tasks that squeue lacks or calls ended. A
+task that neither knows becomes UNKNOWN after a while.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ if TYPE_CHECKING:
     from pipeline.config.schema_cluster import SlurmSection
 
 T = TypeVar("T")
-TRIES_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0)  # waits between tries at a submission that the cluster was too busy for
-TESTS_AGAIN = 3  # times, with the first of these waits: a user may be waiting
+TRIES_S = (2.0, 5.0, 10.0, 20.0, 30.0, 60.0)  # waits between retries of a submission to a busy cluster
+TESTS_AGAIN = 3  # tries with the first wait only: a user may be waiting
 PATIENCE_S = 15.0  # how long the queue and the accounting may disagree before a task is called UNKNOWN
 SACCT_S = 20.0
-ALREADY_ENDS = "scancel exited with 229"  # the last byte of ESLURM_ALREADY_DONE, all that a quiet scancel says of it
-FORGOTTEN_S = 30 * 86_400.0  # how far back the accounting is asked about jobs of others' time
-SACCT_AGAIN_S = 30.0  # an accounting that gave trouble is left alone for so long
-HAS_BEGUN = ("no longer pending", "already finished", "already completed")  # what scontrol says of such a job
-STARTS_AT = re.compile(r"to start at (\S+)")  # in what sbatch --test-only prints
+ALREADY_ENDS = "scancel exited with 229"  # the last byte of ESLURM_ALREADY_DONE, the exit code of a quiet scancel
+FORGOTTEN_S = 30 * 86_400.0  # how far back the accounting is asked about adopted jobs
+SACCT_AGAIN_S = 30.0  # a failing accounting is not asked again for this long
+HAS_BEGUN = ("no longer pending", "already finished", "already completed")  # scontrol's message for an ended job
+STARTS_AT = re.compile(r"to start at (\S+)")  # in the output of sbatch --test-only
 
 
 class SlurmExecutor:
-    """Submits to a cluster and asks it; jobs live on without it."""
+    """Runs jobs on a Slurm cluster; they continue without this process."""
 
     outlives: bool = True
     ends_at: float | None = None
 
     def __init__(self, profile: SlurmSection, *, poll_s: float | None = None, patience_s: float = PATIENCE_S) -> None:
-        """Look at jobs every `poll_s`, by default as the site says."""
+        """Poll jobs every `poll_s` seconds. Default: the site's interval."""
         self.site = Site(profile)
-        self.trouble = ""  # why squeue or sacct did not answer the last time
+        self.trouble = ""  # why squeue or sacct did not answer last time
         self._poll_s = float(profile.poll) if poll_s is None else poll_s
         self._patience_s = patience_s
         self._accounting = Accounting(run_command, timeout_s=SACCT_S)
         self._ask_again_at = self._look_at = 0.0
         self._jobs: dict[JobId, Followed] = {}
-        self._names: dict[JobId, str] = {}  # of jobs in the queue: by its number alone a job may be a stranger's
+        self._names: dict[JobId, str] = {}  # job number → unique name: numbers alone may be reused
         self._changed: dict[tuple[JobId, int], TaskStatus] = {}
 
     @property
@@ -83,7 +83,7 @@ class SlurmExecutor:
         return sbatch.render(text, job, self.site.profile, highest_task=limits.highest_task)
 
     def starts(self, job: Job) -> float | None:
-        """Ask sbatch when a job would start, without submitting it; raise SubmissionRefused if it never would."""
+        """Ask sbatch when a job would start, without submitting it; raise SubmissionRefused if never."""
         _refuse_absent(job)
         script = self.script_for(job)
         words = [*slurm_commands.without_our_variables(script), "sbatch", "--test-only"]
@@ -146,10 +146,10 @@ class SlurmExecutor:
             self._look_at = time.monotonic() + self._poll_s
 
     def cancel(self, jobs: Iterable[JobId], tasks: Collection[int] | None = None) -> None:
-        """Cancel jobs by their numbers, once the queue has shown that they are ours.
+        """Cancel jobs by their numbers, after the queue has shown that they are ours.
 
-        With --name in place of the look, scancel of one waiting task ends its whole array, and it sends one request to
-        the controller for each running task.
+        scancel --name would not need that look. But for one pending task it ends the whole array, and it sends the
+        controller a request for each running task.
         """
         try:
             names = [name for name, task in self._queue(jobs).items() if not task.state.ended]
@@ -175,11 +175,11 @@ class SlurmExecutor:
         return {name.partition("_")[0] for name, task in tasks.items() if not task.state.ended}
 
     def _queue(self, jobs: Iterable[JobId]) -> dict[str, Queued]:
-        """Return the queue's entries of those jobs whose names are known."""
+        """Return the queue's entries of jobs with known names."""
         return slurm_commands.queue({job: self._names[job] for job in jobs if job in self._names})
 
     def close(self) -> None:
-        """Let go; the jobs live on."""
+        """Do nothing: the jobs continue."""
 
     def __enter__(self) -> SlurmExecutor:
         return self
@@ -188,10 +188,10 @@ class SlurmExecutor:
         self.close()
 
     def _submit(self, job: Job, script: str, *, look_first: bool) -> JobId:
-        """Submit a script exactly once, retrying while the cluster is too busy.
+        """Submit a script exactly once; retry while the cluster is too busy.
 
-        Another process may do so at the same time: both look, and neither finds a job. So both look again, and the one
-        whose job has the higher number cancels it.
+        Another process may submit the same at the same time, if both find no job in the queue. So both look again, and
+        the one whose job has the higher number cancels it.
         """
         name, is_shared = sbatch.job_name(job), look_first
 
@@ -211,12 +211,12 @@ class SlurmExecutor:
         first = _first_named(name) if is_shared else job_id
         if first is None or first == job_id:
             return job_id
-        with suppress(SubmissionRefused):  # then both jobs run, and publish the same records
+        with suppress(SubmissionRefused):  # if this fails, both jobs run and publish the same records
             self._patiently(job, lambda: run_command(["scancel", "--quiet", job_id]))
         return first
 
     def _patiently(self, job: Job, act: Callable[[], T], waits_s: Sequence[float] = TRIES_S) -> T:
-        """Return what an act returns; try again while the cluster is too busy, then raise SubmissionRefused."""
+        """Call a function; retry while the cluster is too busy, then raise SubmissionRefused."""
         for wait_s in (*waits_s, None):
             try:
                 return act()
@@ -231,7 +231,7 @@ class SlurmExecutor:
         return any(job.is_open for job in self._jobs.values())
 
     def _look(self) -> None:
-        """Query the queue, and the accounting about tasks that the queue leaves open; note which tasks changed."""
+        """Query the queue, and the accounting for tasks that the queue leaves open; note the changed tasks."""
         jobs = [job for job in self._jobs.values() if job.is_open]
         if not jobs:
             return
@@ -246,7 +246,7 @@ class SlurmExecutor:
             self._changed.update({(task.job, task.task): task for task in job.take_in(views, self._patience_s)})
 
     def _accounted(self, jobs: list[Followed]) -> AccountingLook:
-        """Return what the accounting has on some jobs; nothing for a while after it failed to answer."""
+        """Return the accounting of some jobs; nothing for a while after it failed to answer."""
         if not jobs or time.monotonic() < self._ask_again_at:
             return AccountingLook({})
         look = self._accounting.look({job.id: self._names[job.id] for job in jobs}, min(job.since for job in jobs))
@@ -256,7 +256,7 @@ class SlurmExecutor:
         return look
 
     def _after_known(self, job: Job) -> Job:
-        """Return a job without the dependencies that the queue has forgotten: those jobs have ended."""
+        """Return a job without dependencies on jobs that have left the queue."""
         with suppress(CommandFailed):
             known = {name.partition("_")[0] for name in self._queue(job.after_any)}
             return replace(job, after_any=tuple(other for other in job.after_any if other in known))
@@ -264,13 +264,13 @@ class SlurmExecutor:
 
 
 def _first_named(name: str) -> JobId | None:
-    """Return the first job of a name if the cluster has one and answers."""
+    """Return the first job with a name, if any."""
     with suppress(CommandFailed):
         return min(slurm_commands.named(name), key=int, default=None)
     return None
 
 
 def _refuse_absent(job: Job) -> None:
-    """Refuse a job where Slurm's commands are not installed."""
+    """Refuse a job if Slurm's commands are not installed."""
     if not slurm_commands.is_there():
         raise refusal_of(job, "sbatch: No such file or directory", ())

@@ -1,4 +1,4 @@
-"""Runs Slurm's commands: each with a time limit, in an environment that changes none of the answers."""
+"""Runs Slurm's commands, with time limits and an environment that does not change their answers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 CONFIG = ("scontrol", "show", "config")
-ASK_S = 60.0  # a controller that is asked too much takes its time
+ASK_S = 60.0  # a busy controller is slow
 SETTING = re.compile(r"\s*([\w/\[\]-]+)\s*=\s?(.*)")
-SAYS_NOTHING = "Invalid job id"  # what the queue says of one job that it no longer has
+SAYS_NOTHING = "Invalid job id"  # squeue's message for a job that has left the queue
 MINE = re.compile(r"(SLURM|SLURMD|SRUN|SBATCH|SQUEUE|SACCT|SINFO|SCONTROL|SCANCEL|SUBMITIT)_")  # of an enclosing job
 KEPT = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER"})
 DEFAULTS = frozenset(f"SBATCH_{name}" for name in ("ACCOUNT", "PARTITION", "QOS", "RESERVATION", "CONSTRAINT"))
@@ -66,7 +66,7 @@ def question_environment() -> dict[str, str]:
 
 
 def without_our_variables(script: str) -> list[str]:
-    """Return the words before sbatch that unset variables of an enclosing job, or that would override the header."""
+    """Return the words before sbatch that unset variables of an enclosing job and variables that override the header."""
     in_header = {f"SBATCH_{name.upper()}" for name in re.findall(r"^#SBATCH --([a-z]+)=", script, re.MULTILINE)}
     spared = (KEPT | DEFAULTS) - in_header
     unset = sorted(name for name in os.environ if (MINE.match(name) and name not in spared) or name in VISIBLE_TO)
@@ -79,10 +79,10 @@ def is_there() -> bool:
 
 
 def queue(names: Mapping[JobId, str], timeout_s: float = ASK_S, *, uid: int | None = None) -> dict[str, Queued]:
-    """Return the queue's entry of each task by name (12_3), those that have just ended included.
+    """Return the queue's entry of each task by name (12_3), including tasks that have just ended.
 
-    `names` maps the number of each job to its unique name, and `uid` is whose they are: by default this user's. A
-    controller that lost its state gives numbers a second time, to jobs of other names and users.
+    `names` maps each job number to its unique name; `uid` is the owner (default: this user). Both are checked because a
+    controller that lost its state reuses numbers.
     """
     known = {job: name for job, name in names.items() if job.isdecimal() and name}
     if not known:
@@ -101,12 +101,12 @@ def parse_settings(text: str) -> dict[str, str]:
 
 
 def cluster_name(timeout_s: float = ASK_S) -> str:
-    """Return the name of the cluster that Slurm's commands reach from here."""
+    """Return the name of the cluster that Slurm's commands reach."""
     return parse_settings(run_command(CONFIG, timeout_s)).get("ClusterName", "")
 
 
 def named(name: str) -> set[JobId]:
-    """Return the ids of my jobs of a name, from the queue or else, where it answers, from the accounting."""
+    """Return the ids of my jobs with a name, from the queue, else from the accounting if it answers."""
     text = run_command(
         ["squeue", "--noheader", "--states=all", f"--user={os.getuid()}", f"--name={name}", "--format=%F"]
     )
@@ -115,20 +115,20 @@ def named(name: str) -> set[JobId]:
     words = ["sacct", "--noheader", "--parsable2", "--allocations", f"--user={os.getuid()}", f"--name={name}"]
     try:
         text = run_command([*words, "--starttime=now-30days", "--format=JobID"])
-    except CommandFailed:  # then the queue's word is all there is
+    except CommandFailed:  # then only the queue counts
         return set()
     return {line.partition("_")[0] for line in text.split()}
 
 
 def reserved_bytes(nodes: str) -> int:
-    """Return how much memory a node reserves for itself: the least of the named nodes; 0 if unknown."""
+    """Return the memory that nodes reserve for themselves: the least of these nodes; 0 if unknown."""
     text = run_command(["scontrol", "--oneliner", "show", "node", nodes])
     kept = [int(match[1]) if (match := re.search(r"\bMemSpecLimit=(\d+)", line)) else 0 for line in text.splitlines()]
     return min(kept, default=0) << 20
 
 
 def in_queue(account: str | None, qos: str | None) -> int:
-    """Return how many tasks of mine are in the queue, of an account and a QOS where they are named."""
+    """Count my tasks in the queue, optionally of an account and a QOS."""
     words = ["squeue", "--noheader", "--array", f"--user={os.getuid()}", "--format=%i"]
     words += [f"--account={account}"] if account else []
     words += [f"--qos={qos}"] if qos else []
@@ -136,19 +136,19 @@ def in_queue(account: str | None, qos: str | None) -> int:
 
 
 def my_name() -> str:
-    """Return the name under which the cluster knows this user."""
+    """Return this user's name on the cluster."""
     return user_name(os.getuid())
 
 
-SBATCH_S = 120  # an answer that has not come by then counts as lost
+SBATCH_S = 120  # a later answer counts as lost
 
 
 def submit_text(job: Job, script: str) -> JobId:
-    """Submit a script once and keep it next to the job's logs; raise CommandFailed with what sbatch says."""
+    """Submit a script once and keep it next to the job's logs; raise CommandFailed with sbatch's message."""
     draft = script_path(job, sbatch.job_name(job))
     try:
         draft.write_bytes(os.fsencode(script))
-    except OSError as error:  # a folder that cannot take the script could not take logs
+    except OSError as error:  # without this folder the job could not write logs
         what = f"cannot write to the log folder: {error.strerror}"
         before = "free disk space, or choose a writable folder: "
         remedy = Command.submit("all", before=before).with_settings(("cluster.runs", "FOLDER"))
@@ -159,19 +159,19 @@ def submit_text(job: Job, script: str) -> JobId:
         with suppress(OSError):
             draft.unlink()
         raise
-    with suppress(OSError):  # the job is queued all the same
+    with suppress(OSError):  # the job is queued anyway
         draft.rename(script_path(job, job_id))
     return job_id
 
 
 def script_path(job: Job, name: str) -> Path:
-    """Return where the script of a job is kept, by its id or, until it has one, its name."""
+    """Return the path of a job's script, by its id or, before it has one, its name."""
     return Path(job.log_dir, f"{name}.sbatch")
 
 
 def _submit(script: str) -> JobId:
-    """Submit a script through submitit, in a temporary folder: submitit reads more into some folder names."""
-    from submitit.core.utils import FailedJobError, FailedSubmissionError  # late: it is slow to import
+    """Submit a script through submitit in a temporary folder, because submitit interprets some folder names."""
+    from submitit.core.utils import FailedJobError, FailedSubmissionError  # imported late: slow
     from submitit.slurm.slurm import SlurmExecutor
 
     class ScriptExecutor(SlurmExecutor):  # type: ignore[misc, unused-ignore]

@@ -1,7 +1,6 @@
-"""Slurm's words: states, exit codes, sizes, times and arrays as its commands write them, and why jobs wait.
+"""Parses Slurm's formats (states, exit codes, sizes, times, arrays) and explains why jobs wait.
 
-What cannot be read is None or UNKNOWN. Of each reason it is known what it means, and what helps where it does not pass
-by itself.
+Unreadable values become None or UNKNOWN. Each reason has an explanation, and a command if it needs a person.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import JobId
 
-NEVER = ("will never start", "held")  # how the words for a reason begin for which a job will not start as it is
+NEVER = ("will never start", "held")  # start of an explanation for a job that will never start as it is
 HELD_STATES = frozenset({TaskState.REQUEUE_HOLD, TaskState.SPECIAL_EXIT, TaskState.RESV_DEL_HOLD})
 WAITING_STATES = frozenset({TaskState.PENDING, TaskState.REQUEUED, TaskState.REQUEUE_FED, *HELD_STATES})
 
 
 class WaitReason(NamedTuple):
-    """A reason in words, and the command that helps; a reason that passes by itself has none."""
+    """The explanation of a reason, and the command that helps, unless the wait ends by itself."""
 
     words: str
     remedy: str = ""
 
 
 def is_stuck(state: TaskState, waits_for: str) -> bool:
-    """Tell whether a pending task (`waits_for`: its reason in words) will not start by itself."""
+    """Tell whether a pending task with this explanation will not start by itself."""
     return state in HELD_STATES or (state in WAITING_STATES and waits_for.startswith(NEVER))
 
 
 def reason_words(reason: str) -> str:
-    """Explain a reason of squeue in words; unknown ones are returned as they are."""
+    """Explain a reason of squeue; unknown reasons stay unchanged."""
     return explained(reason).words
 
 
 def remedy_of(state: TaskState, reason: str, job: str) -> str:
-    """Return the command that helps a task that waits; empty where it passes by itself, or nothing is known of it."""
+    """Return the command that helps a waiting task; empty if the wait ends by itself or is unknown."""
     if state not in WAITING_STATES:
         return ""
     remedy = explained(reason).remedy or (RELEASE if state in HELD_STATES else "")
@@ -51,12 +50,12 @@ def remedy_of(state: TaskState, reason: str, job: str) -> str:
 
 
 def word_of(reason: str) -> str:
-    """Return Slurm's word for a reason, without the details behind it."""
+    """Return Slurm's word for a reason, without details."""
     return re.split(r"[,(]", reason, maxsplit=1)[0].strip()
 
 
 def explained(reason: str) -> WaitReason:
-    """Return the words and the remedy for a reason; an unknown one has its own words and no remedy."""
+    """Return the explanation and the remedy of a reason; an unknown one is its own explanation."""
     word = word_of(reason)
     known = REASONS.get(word) or REASONS.get(word.replace(" ", ""))
     if known is not None:
@@ -66,7 +65,7 @@ def explained(reason: str) -> WaitReason:
 
 
 def _limit(word: str) -> WaitReason | None:
-    """Explain a limit of the account or of the quality of service by how Slurm composes its name."""
+    """Explain a limit of an account or a QOS by the parts of its name."""
     match = re.fullmatch(r"(QOS|Assoc(?:iation)?)(Grp|Max|Min)?(.+?)(Limit|NotSatisfied)?", word)
     if match is None or word in ("QOS", "Assoc"):
         return None
@@ -77,7 +76,7 @@ def _limit(word: str) -> WaitReason | None:
     if "PerJob" in what or "PerNode" in what:
         return WaitReason(f"will never start: it requests more than {whose} allows ({word})", _ask("less", show))
     words = f"a limit of {whose} is reached ({word})"
-    if what.startswith(("Job", "MaxJobs", "SubmitJob")) and "Minutes" not in what:  # its own jobs, and those end
+    if what.startswith(("Job", "MaxJobs", "SubmitJob")) and "Minutes" not in what:  # the user's own jobs, which end
         return WaitReason(words)
     return WaitReason(words, f"{show}   (wait until others have ended, or another account or qos: {CHANGE_ACCOUNT})")
 
@@ -161,11 +160,11 @@ REASONS: dict[str, WaitReason] = {
 }
 
 
-OOM_CODE = (0, 125)  # how Slurm writes the exit code of a step that was out of memory
-EXPANDED_MOST = 4_000_001  # the largest array that Slurm can be configured to take
+OOM_CODE = (0, 125)  # Slurm's exit code for a step that ran out of memory
+EXPANDED_MOST = 4_000_001  # largest array that Slurm can be configured for
 LATEST = 1e11  # seconds since 1970
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
-cache_some = functools.lru_cache(maxsize=4096)  # large arrays repeat themselves: halves the time
+cache_some = functools.lru_cache(maxsize=4096)  # halves the time for large arrays
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([KMGTP]?)")
 _NOWHERE = frozenset({"", "None assigned", "(null)", "N/A"})
 
@@ -179,7 +178,7 @@ def expand(job: str) -> Iterator[str]:
     for part in indices.partition("]")[0].partition("%")[0].split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?", part)
         if match is None:
-            continue  # "..." where Slurm cut the list
+            continue  # "...": Slurm cut the list
         first, last, stride = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
         for task in range(first, min(last, first + EXPANDED_MOST) + 1, max(1, stride)):
             yield f"{array}_{task}"
@@ -197,7 +196,7 @@ _STATES = {state.value: state for state in TaskState}
 
 @cache_some
 def exit_of(text: str) -> tuple[int | None, int | None]:
-    """Parse `1:0` into exit code and signal, None where there was none; Slurm's own 0:125 is kept as it is."""
+    """Parse `1:0` into exit code and signal (or None); keep Slurm's special 0:125."""
     code, colon, killed_by = text.partition(":")
     if not colon or not is_number(code) or not is_number(killed_by):
         return None, None
@@ -241,20 +240,20 @@ def epoch_of(text: str) -> float | None:
 
 
 def node_of(text: str) -> str:
-    """Return the node list of a field, empty where there is none yet."""
+    """Return the node list of a field; empty if there is none yet."""
     return "" if text in _NOWHERE else text
 
 
 def is_number(text: str) -> bool:
-    """Tell whether a text is a whole number that Slurm could mean."""
+    """Tell whether a text is a plausible whole number."""
     return text.isascii() and text.isdecimal() and len(text) < 16
 
 
-SQUEUE = ("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%S|%N|%i")  # further words choose jobs
+SQUEUE = ("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%S|%N|%i")  # more words select jobs
 
 
 def only_ours(names: Mapping[JobId, str], uid: int | None = None) -> list[str]:
-    """Return the options by which squeue and sacct list jobs of one user, by default this one, by number and name."""
+    """Return the options of squeue and sacct for jobs of one user (default: this one), by number and name."""
     user = os.getuid() if uid is None else uid
     return [f"--user={user}", f"--jobs={','.join(names)}", f"--name={','.join(dict.fromkeys(names.values()))}"]
 
@@ -268,8 +267,8 @@ class Queued(NamedTuple):
     job: str
     state: TaskState
     reason: str  # Slurm's own word
-    waits_for: str  # the same in words
-    starts: float | None  # when it began, or is expected to
+    waits_for: str  # its explanation
+    starts: float | None  # start time, or the expected one
     node: str
 
 
@@ -302,7 +301,7 @@ _SOCKETS = re.compile(r"\([^()]*\)")
 class Gpus:
     """The GPUs of one type in a node."""
 
-    type: str  # empty: the site names none
+    type: str  # empty: no type
     count: int
 
 

@@ -1,10 +1,10 @@
-"""Why a task ended: one verdict from what the executor saw, what the worker itself said, and how its log ends.
+"""Judges why a task ended, from the executor's status, the worker's report and the end of its log.
 
-State and data disagree both ways: a job that reads COMPLETED can hide a worker that failed, and one that reads FAILED
-can have finished. So the worker's word goes first where it says that it finished (whether what it wrote is whole, the
-cache tells later), the kernel's and Slurm's signs come next, then the worker's own account of its failure, then how the
-process ended. If the worker recorded nothing and the job failed, its node is at fault: a line of `setup` failed there,
-or Python is missing or broken. If there is no evidence the verdict is LOST, never DONE.
+Slurm's state can be wrong both ways: a COMPLETED job can hide a failed worker, and a FAILED one can have finished. So
+the evidence counts in this order: the worker's report that it finished (the cache verifies its records later), signs of
+the kernel and of Slurm, the worker's report on its failure, the exit of the process. If the worker recorded nothing and
+the job failed, its node is at fault: a line of `setup` failed there, or Python is missing or broken. Without evidence
+the verdict is LOST, never DONE.
 """
 
 from __future__ import annotations
@@ -25,58 +25,58 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import TaskStatus
 
-HUNG = 77  # a process exits so when it has made no progress for too long
-PEER_LOST = 76  # a process exits so when another one that it works with is gone, or hangs
-GO_ON = 75  # EX_TEMPFAIL: the worker's exit code when it was asked to end, stopped cleanly and wants to continue
-CANNOT_RUN = (126, 127)  # a shell's exit codes where a program is missing or broken
-SIGNALLED = 128  # a shell adds this to the signal that ended a program, and sacct takes it off again
-CANNOT_WRITE_LOG = 53  # the "signal" by which Slurm says that it could not open the task's log
-NEARLY = 0.9  # of its limit: peaks are sampled
+HUNG = 77  # exit code of a process that made no progress for too long
+PEER_LOST = 76  # exit code of a process whose peer is gone or hangs
+GO_ON = 75  # EX_TEMPFAIL: the worker was asked to end, stopped cleanly and wants to continue
+CANNOT_RUN = (126, 127)  # exit codes of shells for a missing or broken program
+SIGNALLED = 128  # shells add this to the signal that ended a program; sacct subtracts it
+CANNOT_WRITE_LOG = 53  # the "signal" with which Slurm reports that it could not open the task's log
+NEARLY = 0.9  # share of the limit that counts as reached: peaks are sampled
 LINE_MOST = 300
-UNFIT = "is unfit for this job"  # as a rank says of its node before the first step
-LINES_AFTER_END = 3  # that srun and slurmstepd still write when Slurm has ended a task
-RESTARTS = "starts again in this job: "  # begins a log's line when processes do; what is above it is over
-TAKEN_ALONG = "srun: First task exited"  # and the rest did not follow by themselves
-NO_CONTAINER = (  # it could not be begun on its node: no runtime, no image, or a folder to bind is missing
+UNFIT = "is unfit for this job"  # in a rank's report on its node before the first step
+LINES_AFTER_END = 3  # in lines of srun and slurmstepd after Slurm has ended a task
+RESTARTS = "starts again in this job: "  # starts a log line at a restart; earlier lines belong to earlier starts
+TAKEN_ALONG = "srun: First task exited"  # processes that did not end by themselves
+NO_CONTAINER = (  # the node could not start it: no runtime, no image, or a folder to bind is missing
     "error: execve(): apptainer:",
     "error: execve(): podman:",
     "FATAL:   container creation failed",
     "FATAL:   could not open image",
     "pyxis: container start failed",
 )
-LAST_LINES = 25  # where the log is searched for the last words of a program; a mention further up was survived
+LAST_LINES = 25  # end of the log in which a program's error counts; it survived earlier ones
 
 
 class Cause(StrEnum):
-    """What became of a task, which decides what to do about it."""
+    """The outcome of a task, which decides the repair."""
 
     DONE = "done"
     ACTIVE = "active"  # it has not ended
-    HELD = "held"  # it has not ended, and does not start by itself
+    HELD = "held"  # it has not ended, and will not start by itself
     HOST_OOM = "host_oom"
     GPU_OOM = "gpu_oom"
     TIMEOUT = "timeout"
-    NODE = "node"  # the node died, could not begin it, or its GPU or file system is broken
+    NODE = "node"  # the node died, could not start it, or has a broken GPU or file system
     PREEMPTED = "preempted"
     INTERRUPTED = "interrupted"  # it was asked to end before its limit and did so
     CRASHED = "crashed"  # ended by a signal of unknown origin
     CANCELLED = "cancelled"
     DISK = "disk"
     DAMAGE = "damage"  # the cache is damaged, and the worker could not continue
-    REFUSED = "refused"  # the worker's own verdict on its input: the same again would end the same
+    REFUSED = "refused"  # the worker refused its input: a retry would fail the same way
     FAILED = "failed"
-    LOST = "lost"  # it is over, or may be, and its end is unknown
+    LOST = "lost"  # it has ended, or may have, and the end is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What the worker itself recorded about this attempt; the default if it recorded nothing."""
+    """The worker's record of an attempt; the default means no record."""
 
     started: bool = False
     finished: bool = False
-    exit_code: int | None = None  # with which it meant to exit
+    exit_code: int | None = None  # its intended exit code
     what: str = ""
-    kind: str = ""  # gpu_oom, host_oom, disk_full, node; empty or anything else: nothing particular
+    kind: str = ""  # gpu_oom, host_oom, disk_full, node, or empty
     done: int = 0  # items
     at: float = 0.0
     began: float = 0.0
@@ -84,12 +84,12 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class TaskVerdict:
-    """What became of a task, why, and at least how much memory it needed."""
+    """The outcome of a task, the reason, and a lower bound of the memory it needed."""
 
     cause: Cause
     reason: str = ""
     peak_bytes: int | None = None
-    node: str = ""  # where it went wrong, if its log tells: of a task on several nodes nothing else does
+    node: str = ""  # node of the failure by the log, the only source for a task on several nodes
 
 
 _Finding: TypeAlias = tuple[Cause, str]
@@ -98,7 +98,7 @@ _Finding: TypeAlias = tuple[Cause, str]
 def judge_attempt(status: TaskStatus, word: Word, log_end: str, *, asked_bytes: int | None = None) -> TaskVerdict:
     """Judge one attempt at a task by its status, its worker's record and the end of its log.
 
-    `log_end` is the end of what it and Slurm wrote, `asked_bytes` its memory limit.
+    `log_end` is the end of its log, `asked_bytes` its memory limit.
     """
     log = log_end.rpartition(f"\n{RESTARTS}")[2]
     case = _Case(status, word, _this_run(log) if status.restarts else log, asked_bytes)
@@ -143,7 +143,7 @@ class _Case:
         return failed_node(self.log) or (lost.node if lost else "")
 
     def was_refused(self) -> bool:
-        """Tell whether it ended by itself when it got no memory: it may have been far below its limit."""
+        """Tell whether it ended because an allocation failed, perhaps far below its limit."""
         is_own = self.word.exit_code not in (None, SIGNALLED + signal.SIGKILL) or bool(self.status.exit_code)
         return is_own and self.status.state is not TaskState.OUT_OF_MEMORY and not self._by_kernel()
 
@@ -169,7 +169,7 @@ class _Case:
         return self._by_kernel() or self._by_kind() or timeout
 
     def _by_evidence(self) -> _Finding:
-        """Judge a task whose state says only that it failed, or less."""
+        """Judge a task whose state is only FAILED, or less specific."""
         if finding := self._by_kernel() or self._by_kind() or self._by_scheduler():
             return finding
         if self.status.signal == CANNOT_WRITE_LOG:
@@ -202,7 +202,7 @@ class _Case:
         return (Cause.CANCELLED, "cancelled, as its log says") if cancelled else None
 
     def _by_peer(self) -> _Finding:
-        """Judge a task whose processes ended because one was lost, by how that one ended."""
+        """Judge a task whose processes ended because of a lost one, by the end of that one."""
         lost = first_lost(self.log, GO_ON)
         its_log = lost.said(self.log) if lost else self.log
         words = last_words(_tail(its_log))
@@ -225,7 +225,7 @@ class _Case:
     def _by_ending(self) -> _Finding:
         """Judge by the exit code or signal, when the worker recorded nothing."""
         killed_by, code = self._signal(), self.status.exit_code
-        if killed_by is None and code is None and (lost := first_lost(self.log, GO_ON)):  # no accounting: srun said it
+        if killed_by is None and code is None and (lost := first_lost(self.log, GO_ON)):  # by srun, without accounting
             killed_by, code = lost.signal, lost.exit_code
         if killed_by in _POLITE:
             return Cause.INTERRUPTED, f"ended by {named_signal(killed_by)} before it could stop cleanly"
@@ -242,14 +242,14 @@ class _Case:
         return Cause.LOST, self._unknown()
 
     def _signal(self) -> int | None:
-        """Return the signal that ended the worker; sacct may have taken 128 off an exit code that stands for one."""
+        """Return the signal that ended the worker; sacct may have subtracted 128 from its exit code."""
         code = self.status.exit_code or 0
         if self.status.signal or code > SIGNALLED:
             return self.status.signal or code - SIGNALLED
         return code if code in _AS_AFTER_SIGNALS else None
 
     def _killed(self) -> _Finding:
-        """Judge an unexplained SIGKILL: near the memory limit it counts as out of memory."""
+        """Judge an unexplained SIGKILL: near the memory limit it means out of memory."""
         peak, asked = self.status.peak_rss_bytes, self.asked_bytes
         if peak and asked and peak >= NEARLY * asked:
             return Cause.HOST_OOM, "killed by signal 9 (SIGKILL) close to its memory limit"
@@ -257,7 +257,7 @@ class _Case:
         return Cause.CRASHED, _joined(f"killed by signal 9 (SIGKILL) from outside{where}", self.memory())
 
     def _unknown(self) -> str:
-        """Say which reports are missing where there is no sign of failure or success."""
+        """List the missing reports of a task without signs of failure or success."""
         state = self.status.state
         known = "Slurm has no record of how it ended" if state is TaskState.UNKNOWN else f"it is {state.value}"
         worker = "reported a start but no end" if self.word.started else "reported no start"
@@ -273,7 +273,7 @@ def _exited(code: int, message: str) -> _Finding:
         return cause, message or f"exit code {code}: {REFUSALS[code]}"
     if code == HUNG:
         return Cause.CRASHED, message or "made no progress for too long (train.hang)"
-    if code - SIGNALLED in _AS_AFTER_SIGNALS:  # a program that the worker ran was killed
+    if code - SIGNALLED in _AS_AFTER_SIGNALS:  # a child of the worker was killed
         return Cause.CRASHED, message or f"crashed by {named_signal(code - SIGNALLED)}"
     return Cause.FAILED, message or f"exit code {code}"
 
@@ -289,7 +289,7 @@ def is_interruption(code: int) -> bool:
 
 
 def last_words(text: str) -> _Finding | None:
-    """Judge by the error message with which a program ended."""
+    """Judge by the error message at the end of a program."""
     for line in reversed(text.splitlines()):
         for sign, cause in _LAST_WORDS.items():
             if sign in line:
@@ -298,7 +298,7 @@ def last_words(text: str) -> _Finding | None:
 
 
 def _tail(log: str) -> str:
-    """Return the last lines of a log; errors further up the program has survived."""
+    """Return the last lines of a log; the program survived earlier errors."""
     return "\n".join([line for line in log.splitlines() if line.strip()][-LAST_LINES:])
 
 
@@ -311,7 +311,7 @@ def _message(log: str) -> str:
 
 
 def _this_run(log: str) -> str:
-    """Return what a requeued task wrote since Slurm restarted it; the newest message of an end is kept."""
+    """Return the log since the last requeue or restart; keep the newest message about an end."""
     lines = log.splitlines()
     ends = [number for number, line in enumerate(lines) if "*** JOB" in line and "DUE TO" in line]
     before = [number for number in ends if number < len(lines) - LINES_AFTER_END]
@@ -333,7 +333,7 @@ def named_signal(number: int | None) -> str:
 
 
 _PERHAPS_OVER = frozenset({TaskState.UNKNOWN, TaskState.COMPLETING})
-_BLAMES_WORKER = frozenset({Cause.FAILED, Cause.REFUSED, Cause.DAMAGE, Cause.CRASHED})  # but it has to run first
+_BLAMES_WORKER = frozenset({Cause.FAILED, Cause.REFUSED, Cause.DAMAGE, Cause.CRASHED})  # it has to run first
 _WITHOUT_FAULT = frozenset({Cause.DONE, Cause.ACTIVE, Cause.HELD})
 _LIMITED = frozenset({TaskState.TIMEOUT, TaskState.DEADLINE})
 _CERTAIN: Mapping[TaskState, _Finding] = {
@@ -360,12 +360,12 @@ _SCHEDULER_SIGNS: Mapping[str, _Finding] = {
     "NODE FAILURE": (Cause.NODE, "its node failed, as its log says"),
 }
 _LAST_WORDS = {
-    "by allocator cpu": Cause.HOST_OOM,  # so TensorFlow ends "OOM when allocating tensor …"
+    "by allocator cpu": Cause.HOST_OOM,  # TensorFlow: "OOM when allocating tensor …"
     "by allocator mklcpu": Cause.HOST_OOM,
     "OOM when allocating tensor": Cause.GPU_OOM,
-    "RESOURCE_EXHAUSTED: Out of memory": Cause.GPU_OOM,  # so JAX says it
+    "RESOURCE_EXHAUSTED: Out of memory": Cause.GPU_OOM,  # JAX
     "RESOURCE_EXHAUSTED: Failed to allocate": Cause.GPU_OOM,
-    "HOST_ALLOCATION_FAILED": Cause.HOST_OOM,  # cuDNN 9 tells the two apart
+    "HOST_ALLOCATION_FAILED": Cause.HOST_OOM,  # cuDNN 9 distinguishes the two
     **dict.fromkeys(CARD_IS_FULL + LOG_OF_FULL_CARD, Cause.GPU_OOM),
     "No space left on device": Cause.DISK,
     "Disk quota exceeded": Cause.DISK,
@@ -393,38 +393,38 @@ REFUSALS = {
 _POLITE = frozenset(map(int, (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)))
 _CRASHES = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
 _ENDINGS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_AS_AFTER_SIGNALS = frozenset(map(int, _CRASHES + _ENDINGS))  # exit codes without a word: sacct took 128 off
+_AS_AFTER_SIGNALS = frozenset(map(int, _CRASHES + _ENDINGS))  # exit codes from which sacct subtracted 128
 
 
-# Reads from srun's log lines which process of a task failed first and took the others along.
+# srun's log lines show which process of a task failed first and ended the others.
 #
-# Of a step the accounting keeps one exit code, the highest of all its processes, and a signal counts for less than a
-# code. Measured on 22.05: one process killed, the others ended with 76 for its sake: the step reads 76:0; one at the
-# memory limit on one of two nodes: now 76:0, now OUT_OF_MEMORY. Only srun's lines in the log always tell. They name the
-# right node; the right process, too, but of those on a node with an OOM kill srun may name another.
-RANKS_MOST = 10_000  # more ranks than that are a garbled line
+# The accounting keeps one exit code of a step, the highest, and ranks signals below codes. Measured on 22.05: one process
+# was killed and the others exited with 76: the step reads 76:0. With one at the memory limit on one of two nodes it reads
+# 76:0 or OUT_OF_MEMORY. Only srun's lines are reliable. They name the right node and the right process; only after an OOM
+# kill they may name another process on that node.
+RANKS_MOST = 10_000  # more ranks mean a garbled line
 _LINE = re.compile(r"^srun: error: (?P<node>\S+): tasks? (?P<tasks>\d[0-9,-]*): (?P<how>.+)$", re.MULTILINE)
 _CODE = re.compile(r"Exited with exit code (\d+)")
 _NODE = re.compile(r"^srun: error: Node failure on (?P<node>\S+)", re.MULTILINE)
-_SIGNALS = {words: number for number in signal.valid_signals() if (words := signal.strsignal(number))}  # srun's words
+_SIGNALS = {words: number for number in signal.valid_signals() if (words := signal.strsignal(number))}  # srun's lines
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A process that failed, or several on one node that failed alike."""
+    """A failed process, or several on one node that failed alike."""
 
-    ranks: str  # as srun writes them: 1, 2-3, 0,2
+    ranks: str  # in srun's format: 1, 2-3, 0,2
     node: str
     exit_code: int | None = None
     signal: int | None = None
-    how: str = ""  # as srun says it
+    how: str = ""  # in srun's words
 
     @property
     def who(self) -> str:
         return f"rank{'' if self.ranks.isdecimal() else 's'} {self.ranks} on {self.node}"
 
     def said(self, log: str) -> str:
-        """Return its own lines of a log in which srun prefixes each line with the rank."""
+        """Return its lines from a log in which srun prefixes each line with the rank."""
         own = re.compile(rf"^[ 0]*(?:{'|'.join(map(str, self._numbers()))}): (.*)$", re.MULTILINE)
         return "\n".join(own.findall(log))
 
@@ -437,7 +437,7 @@ class Lost:
 
 
 def first_lost(log: str, orderly: int) -> Lost | None:
-    """Return the first process that failed by itself, neither in order (`orderly`) nor because a peer was lost."""
+    """Return the first process that failed by itself: not orderly, and not because of a lost peer."""
     return next((lost for lost in _ended(log) if lost.exit_code not in (orderly, PEER_LOST)), None)
 
 

@@ -1,1 +1,1 @@
-"""What people write: one typed schema over YAML, with the origin of every value."""
+"""The configuration: one typed schema over YAML; every value knows its origin."""

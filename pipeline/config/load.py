@@ -1,4 +1,4 @@
-"""One configuration from a file, the command line and the defaults; every mistake at once, each with its place."""
+"""Loads a configuration from a file, the command line and defaults; reports all mistakes at once, with places."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ NEW_RUN = Command.submit("all", then="   (starts a new run)")
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A configuration, and where each of its values is from."""
+    """A configuration, and the origin of each value."""
 
     config: Config
     path: Path | None  # None: the defaults alone
     origins: Mapping[str, str]  # "data.limit" → "default", "pipeline.yaml:12" or "--set"
-    base_dir: Path  # what relative paths of the file start from
+    base_dir: Path  # base of relative paths in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Setting:
 
 
 def find_config(explicit: Path | None) -> Path:
-    """Return the file to read: the given one, that of $PIPELINE_CONFIG, or the one in the current folder."""
+    """Return the file to read: the given one, $PIPELINE_CONFIG, or the one in the current folder."""
     if explicit is not None:
         return _present(explicit, "--config")
     if named := os.environ.get(ENVIRONMENT):
@@ -79,7 +79,7 @@ def is_configured(explicit: Path | None) -> bool:
 
 
 def read_config(path: Path | None, sets: Sequence[str] = ()) -> LoadedConfig:
-    """Read a file (none: the defaults) and lay `--set` over it; relative paths start from where they are written."""
+    """Read a file (None: the defaults) and apply `--set`; relative paths start from where they are written."""
     here = Path.cwd()
     base_dir = here if path is None else path.absolute().parent
     written = [] if path is None else [(Document(str(path)).read(_text(path)), base_dir)]
@@ -105,7 +105,7 @@ def read_config(path: Path | None, sets: Sequence[str] = ()) -> LoadedConfig:
 
 
 def settings_shown(loaded: LoadedConfig) -> list[Setting]:
-    """Return every key with its value, secrets masked, and where that came from."""
+    """Return every key with its value (secrets masked) and origin."""
     plain = loaded.config.model_dump(mode="json")
     settings = []
     for key, info in LEAVES.items():
@@ -116,7 +116,7 @@ def settings_shown(loaded: LoadedConfig) -> list[Setting]:
 
 
 def missing_inputs(loaded: LoadedConfig) -> list[str]:
-    """Return a line for each input that the configuration names and that cannot be read here."""
+    """Return a line for each configured input that cannot be read here."""
     missing = []
     named = [(key, value_at(loaded.config, key)) for key in INPUTS]
     for key, path in (*named, *((UNDER, path) for path in loaded.config.cache.under)):
@@ -132,18 +132,18 @@ def json_schema() -> dict[str, Any]:
 
 
 def dump_resolved(config: Config) -> str:
-    """Return a configuration as JSON with every value written out."""
+    """Return a configuration as JSON with all values."""
     return config.model_dump_json(indent=2) + "\n"
 
 
 def with_settings(plain: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration, as JSON data, with settings in it, by their whole names."""
+    """Return a configuration (JSON data) with these settings, by full key."""
     changed: dict[str, Any] = json.loads(json.dumps(plain))
     for key, value in settings.items():
         *sections, last = key.split(".")
         place = changed
         for section in sections:
-            inner = place.get(section)  # within options there may be none
+            inner = place.get(section)  # options may lack the section
             place[section] = place = inner if isinstance(inner, dict) else {}
         place[last] = value
     return changed
@@ -170,7 +170,7 @@ def from_resolved(text: str | bytes, where: str = "") -> Config:
 
 
 def _present(path: Path, said_by: str) -> Path:
-    """Return a file, or that of a project's folder; raise where neither can be read."""
+    """Return a readable configuration file, by its path or its folder."""
     readable = os.access(path, os.R_OK)
     found = next((path / place for place in PLACES if (path / place).is_file()), None) if path.is_dir() else path
     if not readable or found is None:
@@ -198,7 +198,7 @@ def _text(path: Path) -> str:
 
 
 def _typed(words: str, nth: int) -> Document:
-    """Read the words after a --set; a mistake in them is added to the problems of the document."""
+    """Read the words after --set; add mistakes to the problems of the document."""
     name, equals, value = words.partition("=")
     shown = name + equals + without_secrets_in(value, name.strip())
     document = Document("--set", shown, offset=AFTER_THE_FILE + nth)
@@ -215,10 +215,10 @@ def _typed(words: str, nth: int) -> Document:
 def _profile(
     written: Sequence[tuple[Document, Path]], config_dir: Path, problems: list[Problem]
 ) -> list[tuple[Document, Path]]:
-    """Return the profile that `cluster.site` names, if any; everything that was written overrides it."""
+    """Return the profile that `cluster.site` names, if any; all other sources override it."""
     base_dir = next((base for document, base in reversed(written) if SITE in document.entries), config_dir)
     named = _named(written, SITE)
-    if named is None or not isinstance(named.value, str) or not named.value:  # which the schema judges
+    if named is None or not isinstance(named.value, str) or not named.value:  # the schema checks it
         return []
     try:
         path = site_profiles.locate(named.value, base_dir, config_dir)
@@ -236,7 +236,7 @@ def _preset(written: Sequence[tuple[Document, Path]], config_dir: Path) -> list[
 
 
 def _named(written: Sequence[tuple[Document, Path]], key: KeyPath) -> WrittenValue | None:
-    """Return the value that was written at a key; later documents override earlier ones."""
+    """Return the value written at a key; later documents override earlier ones."""
     entries: dict[KeyPath, WrittenValue] = {}
     for document, _ in written:
         for other, entry in document.entries.items():
@@ -253,7 +253,7 @@ def _defaults(base: Path, name: str) -> dict[KeyPath, WrittenValue]:
 
 
 def _add(document: Document, base: Path, entries: dict[KeyPath, WrittenValue], problems: list[Problem]) -> None:
-    """Lay a document over the entries read before it; its paths become absolute."""
+    """Apply a document to the earlier entries; make its paths absolute."""
     problems += document.problems
     for key, entry in document.entries.items():
         value = entry.value
@@ -268,7 +268,7 @@ def _add(document: Document, base: Path, entries: dict[KeyPath, WrittenValue], p
 
 
 def _looks_like_path(key: KeyPath, value: Any) -> bool:
-    """Tell a path by how it begins, where the schema does not: among the options of a task, and as an image."""
+    """Recognize a path by its start in places without a type: options of a task, and the image."""
     may_be = key == IMAGE or (key[0] == "train" and "options" in key[:-1])
     return may_be and isinstance(value, str) and value.startswith(("./", "../", "~/"))
 
@@ -296,7 +296,7 @@ def _nested(entries: Mapping[KeyPath, WrittenValue]) -> dict[str, Any]:
 
 
 def _not_utf8(entries: Mapping[KeyPath, WrittenValue]) -> Problem | None:
-    """Return the first value with bytes that are not UTF-8, such as a path in a folder with such a name."""
+    """Return the first value with bytes that are not UTF-8, such as in a path."""
     for key, entry in entries.items():
         try:
             json.dumps(entry.value, ensure_ascii=False).encode()
@@ -307,19 +307,19 @@ def _not_utf8(entries: Mapping[KeyPath, WrittenValue]) -> Problem | None:
 
 
 def _problem(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> Problem:
-    """Turn an error of pydantic into a message with the place and the reason."""
+    """Turn an error of pydantic into a message with place and reason."""
     names = tuple(part for part in detail["loc"] if isinstance(part, str))
     key = (*names, detail["ctx"]["key"]) if detail["type"] == CONFLICT else names
     entry = _nearest(entries, key)
     text = f"{entry.place(key)}: {site_profiles.explain_card(detail) or explain(key, detail)}"
-    if entry.line >= AFTER_THE_FILE and text.endswith("put it in quotes"):  # which the shell would take away again
+    if entry.line >= AFTER_THE_FILE and text.endswith("put it in quotes"):  # the shell would remove them
         typed = "" if detail["input"] is None else without_secrets_in(detail["input"], key[-1])  # --set KEY=
         text += f""": --set '{".".join(key)}="{typed}"'"""
     return Problem(entry.line, text)
 
 
 def _is_reported(detail: ErrorDetails, entries: Mapping[KeyPath, WrittenValue]) -> bool:
-    """Tell whether a mistake was reported: as no YAML value, or, of a further encoder, as that of section embed."""
+    """Tell whether a mistake was reported already: by the YAML parser, or for section embed."""
     key = tuple(part for part in detail["loc"] if isinstance(part, str))
     if detail["input"] is None and key in entries and entries[key].refused:
         return True

@@ -1,4 +1,4 @@
-"""Masks secrets in whatever is printed or written down.
+"""Masks secrets in printed and written text.
 
 These are passwords in URLs, values of names such as token and password, and values of environment variables with such
 names. The frozen configuration of a run is not masked: jobs need it, and its folder is the user's alone.
@@ -11,18 +11,18 @@ import re
 from typing import Any
 
 MASK = "***"
-SHORTEST = 6  # a shorter value is a number or a word that would be masked all over a text
-_OF_TEXTS = ("mask", "pad", "eos", "bos", "unk", "sep", "cls")  # tokens that are part of a model's alphabet
+SHORTEST = 6  # a shorter value may be a common word or number
+_OF_TEXTS = ("mask", "pad", "eos", "bos", "unk", "sep", "cls")  # names of tokens of a model's alphabet
 _TOKEN = "".join(f"(?<!{kind}[_-])" for kind in _OF_TEXTS) + "token"
 _NAME = (
     rf"(?:{_TOKEN}|secret|password|passwd|passphrase|credentials?|authorization|signature|webhook(?:[_-]?url)?"
     r"|(?:api|access|secret|private|auth|wandb|signing)[_-]?key)"
 )
-_PLACES = [  # what the group takes stays; a long word is gone through once: it is looked at from its beginning only
+_PLACES = [  # keeps the group; tries a long word only from its start, for linear time
     re.compile(text, re.IGNORECASE)
     for text in (
         r"(://[^\s/@:]*:)[^\s/@]+(?=@)",
-        r"(://)[^\s/@:]{20,}(?=@)",  # a token in the place of a name; names are shorter
+        r"(://)[^\s/@:]{20,}(?=@)",  # a token in place of a user name; user names are shorter
         rf"(https?://[^\s\"']{{0,200}}?hook[^\s/\"']*/)[^\s\"']{{{SHORTEST},}}",
         rf"((?<![\w.-])[\w.-]*{_NAME}[\"']?\s*[=:]\s*[\"']?(?:(?:Bearer|Basic)\s+)?)[^\s\"',}}&]{{{SHORTEST},}}",
         rf"((?<![\w.-])--[\w-]*{_NAME}[\s=]+[\"']?)[^\s\"',}}&]+",
@@ -33,8 +33,8 @@ _PLACES = [  # what the group takes stays; a long word is gone through once: it 
     )
 ]
 _ENDS_SO = re.compile(rf"{_NAME}$", re.IGNORECASE)
-_USER = ("-u", "--user")  # of curl; what follows is NAME:PASSWORD
-_IS_SIZE = re.compile(r"(?:^|\.)token$")  # where its value is a number
+_USER = ("-u", "--user")  # of curl, before NAME:PASSWORD
+_IS_SIZE = re.compile(r"(?:^|\.)token$")  # if its value is a number
 _VARIABLE = re.compile(r"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")
 
 

@@ -1,6 +1,6 @@
-"""The configuration: every knob that means something, its type, its default and one line about it.
+"""The schema of the configuration: every setting with its type, default and description.
 
-Sections that are long have files of their own, `schema_*.py`.
+Long sections have their own files, `schema_*.py`.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class Config(Section):
             yield "structures", f"pae is {self.structures.pae}, but only graphs with graph.nodes: residue hold it"
 
     def of_encoder(self, name: str) -> Config:
-        """Return the configuration as it would be with that encoder alone."""
+        """Return the configuration with only this encoder."""
         embed = self.embed if name == MAIN else self.embed.also[name]
         return self.model_copy(update={"embed": embed.model_copy(update={"also": {}})})
 
     @property
     def encoders(self) -> tuple[str, ...]:
-        """The names of all encoders, the section's own first, others by name: results have no order."""
+        """The names of all encoders: that of section embed first, then the others in alphabetical order."""
         return (MAIN, *sorted(self.embed.also))
 
     @property
@@ -106,7 +106,7 @@ def _walk(section: type[BaseModel], above: KeyPath = ()) -> dict[KeyPath, FieldI
 
 
 def is_section(info: FieldInfo) -> bool:
-    """Say whether a field is a section, and not a value."""
+    """Tell whether a field is a section."""
     return isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
 
 
@@ -118,7 +118,7 @@ PATH_LISTS = frozenset(key for key, info in LEAVES.items() if info.annotation ==
 
 
 def schema_key(key: KeyPath) -> KeyPath:
-    """Return where the schema describes a key: keys below a name in embed.also are those of section embed."""
+    """Return the key in the schema: keys below a name in embed.also are those of section embed."""
     return (OTHERS[0], *key[3:]) if key[:2] == OTHERS and len(key) > 3 else key
 
 

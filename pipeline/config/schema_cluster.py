@@ -1,4 +1,4 @@
-"""The section cluster: where tasks run, what they may use, and what the cluster is like."""
+"""The section cluster: where tasks run, their resources, and the properties of the cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema_parts import Conflict
 
-# The stage `validate` has the name of a deprecated method of pydantic's models, which is never called.
+# The field `validate` hides a deprecated method of pydantic models, which nothing calls.
 warnings.filterwarnings("ignore", 'Field name "validate" in "ClusterSection"', UserWarning)
 
 
@@ -65,7 +65,7 @@ class StageResources(Resources):
 
     @property
     def nodes(self) -> int:
-        return 1  # a task is on one
+        return 1  # nodes of a task
 
     @property
     def ranks_per_node(self) -> int:
@@ -89,7 +89,7 @@ class TrainResources(Resources):
 
     @property
     def parallel(self) -> int:
-        return 1  # all processes are one task
+        return 1  # its processes form one task
 
     @property
     def ranks_per_node(self) -> int:
@@ -247,6 +247,6 @@ class ClusterSection(Section):
     validate: CheckResources = CheckResources()  # type: ignore[assignment]  # pydantic has such a method
 
     def resources(self, stage: str) -> StageResources | TrainResources:
-        """Return the resources that a task of a stage asks for."""
+        """Return the resources of a task of a stage."""
         resources: StageResources | TrainResources = getattr(self, stage)
         return resources

@@ -1,4 +1,4 @@
-"""The sections data, structures, embed and graph: which items there are, and what is made of each."""
+"""The sections data, structures, embed and graph: the items and their processing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ENCODERS = ("auto", "esm2", "esm1b", "esm1v", "esmc")
 WORD = r"^[A-Za-z_][A-Za-z0-9_]*$"
 Label: TypeAlias = Annotated[str, StringConstraints(pattern=WORD)]
-MAIN = "main"  # the name of the encoder that section `embed` is of, beside those of `embed.also`
+MAIN = "main"  # the name of the encoder of section `embed`; `embed.also` names others
 
 OF_STRUCTURES = (
     "structures_dir", "pattern", "splits", "state", "receptor_chains", "ligand_chains", "partners", "ligand",
@@ -211,7 +211,7 @@ class EmbedSection(Section):
         if not isinstance(others, dict):
             return section
         shared = {name: value for name, value in section.items() if name != "also"}
-        plain = {name: value for name, value in shared.items() if name != "options"}  # which are of one encoder alone
+        plain = {name: value for name, value in shared.items() if name != "options"}  # settings of a single encoder
 
         def whole(differs: Any) -> Any:
             return _over(plain if isinstance(differs, dict) and "encoder" in differs else shared, differs)
@@ -245,7 +245,7 @@ class EmbedSection(Section):
 
 
 def _over(shared: Any, differs: Any) -> Any:
-    """Return a section as another one lays itself over it."""
+    """Merge two nested mappings; the second one wins."""
     if not isinstance(shared, dict) or not isinstance(differs, dict):
         return differs
     return shared | {name: _over(shared.get(name), value) for name, value in differs.items()}

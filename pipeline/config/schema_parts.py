@@ -1,4 +1,4 @@
-"""The types of settings, such as sizes and times as people write them: 512MiB, 24G, 01:30:00, 90m."""
+"""Types of settings, such as sizes and times as people write them: 512MiB, 24G, 01:30:00, 90m."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError, core_schema
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-WANTS = "wants"  # the type of the errors raised here; their message completes "wants ..., got ..."
+WANTS = "wants"  # type of errors raised here; their message completes "wants ..., got ..."
 SMALLEST_MEMORY_BYTES = 16 << 20
 
 _PLAIN = ("string", "number", "boolean", "null")  # as JSON calls them
@@ -33,7 +33,7 @@ _BUDGET = re.compile(r"(\d{1,9}(?:\.\d{1,6})?) ?(gpu|core)-?hours?", re.IGNORECA
 _STEPS = re.compile(r"([1-9]\d{0,8}) steps?", re.ASCII)
 _SPAN_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
-Read: TypeAlias = "Callable[[Any], Any]"  # None: the value is no such
+Read: TypeAlias = "Callable[[Any], Any]"  # None: not a value of this type
 
 
 def format_size(size: int) -> str | int:
@@ -52,7 +52,7 @@ def format_duration(seconds: int) -> str:
 
 
 def parse_option(value: object) -> object:
-    """Return an argument for a class of the user: text, a number, true, false, null, or a list of these."""
+    """Parse an argument for a user's class: text, a number, true, false, null, or a list of these."""
     parts = value if isinstance(value, list | tuple) else [value]
     if not all(part is None or isinstance(part, str | int | float) for part in parts):
         raise _wants("text, a number, true, false, null, or a list of these")
@@ -60,7 +60,7 @@ def parse_option(value: object) -> object:
 
 
 def parse_range(value: object) -> object:
-    """Return the values that a search may choose for a setting: a list of choices, or the ends of a range."""
+    """Parse the values that a search may choose: a list of choices, or the ends of a range."""
     if isinstance(value, list | tuple) and len(value) > 1:
         return tuple(map(parse_option, value))
     match value:
@@ -72,7 +72,7 @@ def parse_range(value: object) -> object:
 
 
 def parse_line(value: str) -> str:
-    """Return a text that a script can hold in one line."""
+    """Return a text without line ends."""
     if not value.isprintable():
         raise _wants("one line of printable characters")
     return value
@@ -98,7 +98,7 @@ def _written(
     null: bool = False,
     show: Callable[[Any], Any] = lambda value: value,
 ) -> GetPydanticSchema:
-    """Return how the values of a type are written: how they are read, the end of the error, and their JSON schemas.
+    """Return how values of a type are written: a parser, the end of its error, and JSON schemas.
 
     `auto` and `null` say what else may stand there, and `show` writes a value as people do.
     """
@@ -259,16 +259,16 @@ Name: TypeAlias = Annotated[str, StringConstraints(min_length=1)]
 Line: TypeAlias = Annotated[Name, AfterValidator(parse_line)]
 
 Conflict: TypeAlias = tuple[str, str]
-CONFLICT = "conflict"  # the type of the errors about keys that do not go together
+CONFLICT = "conflict"  # type of errors about conflicting keys
 
 
 def setting(default: Any, description: str, **constraints: Any) -> Any:
-    """Return a field of a section; `...` in place of a default: it is required."""
+    """Return a field of a section; `...` as default: required."""
     return Field(default, description=description, **constraints)
 
 
 class Section(BaseModel):
-    """A frozen part of the configuration; unknown keys are errors, and nothing is converted silently."""
+    """A frozen part of the configuration; unknown keys are errors, and values are not converted silently."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -279,5 +279,5 @@ class Section(BaseModel):
         return self
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Yield each key that does not go with another, and why."""
+        """Yield each key that conflicts with another, and why."""
         return iter(())

@@ -1,4 +1,4 @@
-"""The section train: what is trained, evaluated and predicted, and what the planner may decide about it."""
+"""The section train: what to train, evaluate and predict, and what the planner may decide."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class ValidationSection(Section):
         return self.monitor == "loss" or self.monitor.startswith("loss.")
 
     def is_due_within(self, step: int, steps: int, done: int) -> bool:
-        """Tell whether it is due within an epoch, after `step` of its `steps` and `done` steps in all."""
+        """Tell whether a validation is due within an epoch, after `step` of its `steps` and `done` steps in total."""
         if isinstance(self.every, str):
             return done % int(self.every.split()[0]) == 0
         if self.every >= 1:
@@ -133,7 +133,7 @@ class ValidationSection(Section):
         return parts > parts_before
 
     def is_due_after(self, epoch: int, done: int) -> bool:
-        """Tell whether it is due at the end of an epoch, counted from 1, after `done` steps in all."""
+        """Tell whether a validation is due at the end of an epoch (from 1), after `done` steps in total."""
         if isinstance(self.every, str):
             return done % int(self.every.split()[0]) == 0
         return self.every < 1 or epoch % self.every == 0
@@ -202,7 +202,7 @@ class SweepSection(Section):
 
     @property
     def share(self) -> int:
-        """The number of equal parts of a GPU of which a plan gets one; `auto` follows from plans of the whole."""
+        """The number of equal parts of a GPU; a plan gets one part. With `auto`, plans use the whole GPU."""
         return 1 if self.per_gpu == "auto" else self.per_gpu
 
     @property
@@ -321,7 +321,7 @@ class TrainSection(Section):
 
     @property
     def stages(self) -> dict[str, CurriculumSection]:
-        """The stages of the curriculum by their names, but for the last, which has all items."""
+        """The phases of the curriculum by name, without the last, which has all items."""
         return {f"stage {number}": stage for number, stage in enumerate(self.curriculum, 1)}
 
     def conflicts(self) -> Iterator[Conflict]:

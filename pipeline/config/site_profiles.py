@@ -1,4 +1,4 @@
-"""Paths as people write them, and the files that a configuration names: presets and profiles of clusters."""
+"""Resolves paths, and reads the files that a configuration names: presets and profiles of clusters."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def anchored(text: str, base: Path) -> str:
         path = Path(_VARIABLE.sub(_variable, text)).expanduser()
     except RuntimeError as error:
         raise ValueError(f"no home folder is known for {text.partition('/')[0]}") from error
-    return os.path.normpath(base / path)  # not resolve(): people want to see the path they wrote
+    return os.path.normpath(base / path)  # not resolve(): keeps the path as written
 
 
 def _variable(match: re.Match[str]) -> str:
-    """Return a variable's value; refuse an empty one, which would turn $SCRATCH/cache into /cache."""
+    """Return the value of a variable; refuse an empty one, which would turn $SCRATCH/cache into /cache."""
     name = match[1] or match[2]
     value = os.environ.get(name, "")
     if not value:
@@ -48,7 +48,7 @@ FOLDER = "configs/presets"
 
 
 def read_preset(name: str) -> Document | None:
-    """Return the entries of a preset as parts of the section `train`; None: unknown, which the schema refuses."""
+    """Return the entries of a preset as parts of section `train`; None if unknown, which the schema refuses."""
     path = shipped(FOLDER) / f"{name}{ENDING}"
     if not name.isidentifier() or not path.is_file():
         return None
@@ -61,14 +61,14 @@ ABOVE: KeyPath = ("cluster",)
 CARDS: KeyPath = ("cluster", "slurm", "cards")
 HELD = ("slurm", "supervisor")
 ENDING = ".yaml"
-BEFORE_THE_FILE = -(1 << 30)  # mistakes in a profile come before those of the file that names it
+BEFORE_THE_FILE = -(1 << 30)  # report mistakes in a profile before those of the naming file
 HERE = Path("configs/sites")
 
 
 def locate(site: str, base_dir: Path, config_dir: Path) -> Path:
-    """Return the file of a profile; ValueError says why there is none.
+    """Return the file of a profile; raise ValueError with the reason if there is none.
 
-    A path starts from the folder it is written in (`base_dir`); a name is looked up beside the configuration first.
+    A path is relative to `base_dir`; a name is looked up next to the configuration first.
     """
     if "/" in site or site.endswith((ENDING, ".yml")):
         return _readable(Path(anchored(site, base_dir)))
@@ -96,7 +96,7 @@ def read_site(path: Path, text: str) -> Document:
 
 
 def explain_card(detail: ErrorDetails) -> str:
-    """Say which card lacks a key or has an unknown one; empty for any other mistake."""
+    """Explain that a card lacks a key or has an unknown one; empty for other mistakes."""
     if detail["loc"][: len(CARDS)] != CARDS or detail["type"] not in ("missing", "extra_forbidden"):
         return ""
     number, name = detail["loc"][len(CARDS)], str(detail["loc"][-1])
@@ -114,7 +114,7 @@ def _readable(path: Path) -> Path:
 
 
 def _unknown(site: str, known: list[str], shelves: tuple[Path, ...]) -> str:
-    """Say that no profile has a name, and which was probably meant."""
+    """Return the message for an unknown profile, with the nearest name."""
     close = get_close_matches(site, known, n=1)
     meant = f'; did you mean "{close[0]}"?' if close else ""
     there = f"; choose from {', '.join(known)}" if known else f"; none is in {', '.join(map(_shown, shelves))}"
@@ -122,7 +122,7 @@ def _unknown(site: str, known: list[str], shelves: tuple[Path, ...]) -> str:
 
 
 def _misplaced(name: str) -> str:
-    """Say where a key belongs that is not one of a profile."""
+    """Return the right place of a key that is not one of a profile."""
     if name in SlurmSection.model_fields:
         return f"{name}: belongs below slurm:"
     if (*ABOVE, name) in SECTIONS or name in ("executor", "site", "runs", "private"):

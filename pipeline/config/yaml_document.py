@@ -1,7 +1,7 @@
-"""YAML text to plain values with their lines; nothing in the text is executed.
+"""Parses YAML to plain values with their lines; it executes nothing.
 
 Scalars follow YAML 1.2: `no`, `off` and `1:30:00` are text, so a chain may be called NO; only true and false are
-truth values.
+booleans.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 256 << 10
 MAX_DEPTH = 20
-MAX_NODES = 20_000  # counted after aliases are followed, so a small file cannot unfold into a large one
+MAX_NODES = 20_000  # counted with aliases expanded, so that a small file cannot unfold into a huge one
 REMEDY = "correct it, then: pipeline config check"
 
 _TAG = "tag:yaml.org,2002:"
@@ -55,16 +55,16 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class WrittenValue:
-    """The value that was written at a key; an empty mapping stands for a section."""
+    """The value written at a key; an empty mapping stands for a section."""
 
     value: Any
     origin: str  # "pipeline.yaml:12" or "--set", as `config show` prints it; empty for a default without a file
-    line: int  # 0: written nowhere, a default
+    line: int  # 0: a default
     typed: str = ""  # the words after --set
-    refused: bool = False  # it, or a part of its list, is no YAML value: it became None, with a problem
+    refused: bool = False  # not a YAML value (or a part of its list is not): it became None, with a problem
 
     def place(self, key: KeyPath) -> str:
-        """Return the place for a message about `key`: this one, or one below it."""
+        """Return the place of `key` for a message."""
         name = ".".join(key)
         if not self.typed:
             return ": ".join(filter(None, (self.origin, name)))
@@ -82,11 +82,11 @@ class Problem:
 
 @dataclass(slots=True)
 class Document:
-    """The entries of a YAML text in its order, and the mistakes in it; text that is no YAML raises ConfigError."""
+    """The entries of a YAML text in order, and its mistakes; a syntax error raises ConfigError."""
 
     name: str
     typed: str = ""
-    offset: int = 0  # added to every line, so that typed settings sort after the file, and profiles before it
+    offset: int = 0  # added to lines: typed settings sort after the file, and profiles before it
     entries: dict[KeyPath, WrittenValue] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     _nodes: int = 0
@@ -120,7 +120,7 @@ class Document:
         if isinstance(node, yaml.MappingNode):
             self.entries[key] = self._entry({}, line)
             self._mapping(key, node)
-        elif _is_null(node) and key in SECTIONS:  # all its keys are commented out
+        elif _is_null(node) and key in SECTIONS:  # all keys are commented out
             self.entries[key] = self._entry({}, line)
         else:
             before = len(self.problems)
@@ -149,11 +149,11 @@ class Document:
         return self._scalar(key, node)
 
     def _scalar(self, key: KeyPath, node: yaml.Node) -> Any:
-        """Return the value of a scalar, or None after noting why there is none."""
+        """Return the value of a scalar; None for an invalid one, with a problem noted."""
         kind = node.tag.removeprefix(_TAG)
         try:
             value = _SCALARS[kind](node.value) if kind in _SCALARS else None
-            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # neither infinite nor half a character
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no infinities, no lone surrogates
         except (ValueError, KeyError):
             shown = _short(without_secrets_in(node.value, key[-1]))
             self._problem(self._line(node), key, f"{shown} is not a valid {kind}")
@@ -161,7 +161,7 @@ class Document:
         return value
 
     def _check(self, key: KeyPath, node: yaml.Node, depth: int) -> None:
-        """Refuse a document that unfolds without end, and note a tag that asks for an object."""
+        """Refuse a document that unfolds endlessly; note a tag that asks for an object."""
         self._nodes += 1
         if self._nodes > MAX_NODES or depth > MAX_DEPTH:
             problem = f"more than {MAX_NODES} values or {MAX_DEPTH} levels after aliases are expanded"
@@ -187,13 +187,13 @@ class Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that reads scalars as YAML 1.2 does, and refuses to nest without end."""
+    """A safe loader with scalars of YAML 1.2 and limited nesting."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - the parent declares it so; filled below
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose one node, counting how deep it stands."""
+        """Compose one node; limit the depth."""
         self.depth += 1
         if self.depth > 2 * MAX_DEPTH:
             raise yaml.composer.ComposerError(None, None, "nested too deeply", self.get_mark())
@@ -213,7 +213,7 @@ _Loader.add_implicit_resolver(
 
 
 def _advice(error: yaml.MarkedYAMLError) -> str:
-    """Return advice on a frequent mistake, else the parser's own words."""
+    """Return advice on a frequent mistake, else the parser's message."""
     parsed = " ".join(part for part in (error.context, error.problem) if part)
     return next((advice for sign, advice in _ADVICE.items() if sign in parsed), parsed)
 
@@ -236,7 +236,7 @@ _KINDS = {
     "dict_type": "names, with keys below each",
     "model_type": "keys below it",
 }
-_FORMS = {  # of texts for which the schema has a pattern, by where they stand
+_FORMS = {  # advice for texts with a pattern, by key
     ("train", "task"): "package.module:Name",
     ("cluster", "slurm", "container", "binds"): "FOLDER, FOLDER:INSIDE or FOLDER:INSIDE:ro, from / or a variable on",
     ("cluster", "slurm", "container", "env"): "names of letters, digits and _",
@@ -252,7 +252,7 @@ _BOUNDS = {
 
 
 def explain(key: KeyPath, detail: ErrorDetails) -> str:
-    """Say why pydantic refused the value at `key`."""
+    """Explain why pydantic refused the value at `key`."""
     key = schema_key(key)
     kind = detail["type"]
     if kind == "extra_forbidden":
@@ -266,7 +266,7 @@ def explain(key: KeyPath, detail: ErrorDetails) -> str:
 
 
 def _wanted(key: KeyPath, detail: ErrorDetails) -> str:
-    """Say what the schema wants at a key."""
+    """Describe the values that the schema accepts at a key."""
     kind = detail["type"]
     if kind == "literal_error":
         return f"expected one of {', '.join(_choices(key))}"
@@ -280,7 +280,7 @@ def _wanted(key: KeyPath, detail: ErrorDetails) -> str:
 
 
 def _advice_on_value(key: KeyPath, kind: str, value: object) -> str:
-    """Suggest the nearest choice, or to add or remove quotes; empty: no advice."""
+    """Suggest the nearest choice, or to add or remove quotes; empty without advice."""
     if kind == "literal_error":
         return _suggestion(str(value), _choices(key))
     if kind == "string_type" and isinstance(value, bool | int | float | None):
@@ -291,7 +291,7 @@ def _advice_on_value(key: KeyPath, kind: str, value: object) -> str:
 
 
 def _meant(key: KeyPath) -> str:
-    """Say what a word of other tools is here, or suggest a similar sibling, or another section that has this key."""
+    """Translate a word of other tools, or suggest a similar sibling or another section with this key."""
     if here := _familiar(key[-1]):
         return f"; {here}"
     siblings = [field[-1] for field in FIELDS if field[:-1] == key[:-1]]
@@ -302,14 +302,14 @@ def _meant(key: KeyPath) -> str:
 
 @cache
 def familiar_words() -> dict[str, str]:
-    """Return the settings that take the place of other tools' words."""
+    """Return the settings that correspond to words of other tools."""
     text = Path(__file__).with_name("familiar_words.yaml").read_text(encoding="utf-8")
     table: dict[str, str] = yaml.safe_load(text)
     return {word: answer.replace("{word}", word) for answer, words in table.items() for word in words.split()}
 
 
 def _familiar(word: str) -> str:
-    """Return the end of a sentence about a word of other tools; empty for an unknown word."""
+    """Return the advice on a word of other tools; empty for an unknown word."""
     answer = familiar_words().get(word.lower().lstrip("-").replace("-", "_"), "")
     return f"here {'there is' if answer.startswith('nothing to set') else 'it is'} {answer}" if answer else ""
 
@@ -326,7 +326,7 @@ def _choices(key: KeyPath) -> list[str]:
 
 
 def _is_plain(text: str) -> bool:
-    """Say whether a text would be a number or a truth value without its quotes."""
+    """Tell whether a text without its quotes would be a number or a boolean."""
     try:
         return not isinstance(json.loads(text), dict | list | str)
     except ValueError:

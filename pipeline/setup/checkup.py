@@ -1,4 +1,4 @@
-"""`pipeline doctor`: checks of everything a run will need, each with its remedy."""
+"""`pipeline doctor`: checks everything that a run needs; each problem has a remedy."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ NETWORKED = (
 )  # fmt: skip
 IN_MEMORY = ("tmpfs", "ramfs", "overlay")
 EDIT = "edit the configuration, or --set"
-LOOKED_AT = 100  # items of the data set that are listed
+LOOKED_AT = 100  # items of the data set to read
 EACH_REFUSED = str(Command.submit("scan", then="   (names each that is refused, and why)"))
 LITTLE_BYTES = 5 << 30
 LITTLE_INODES = 100_000
-TESTED_TORCH = "2.13"  # as constraints.txt pins it; a test compares
+TESTED_TORCH = "2.13"  # as pinned in constraints.txt; a test compares them
 
 
 class CheckVerdict(StrEnum):
@@ -89,7 +89,7 @@ class CheckResult:
 
 
 def failed_check(what: str, error: PipelineError) -> CheckResult:
-    """Return the row for an error; its next command repeats the typed --config and --set."""
+    """Return the row of an error; its command repeats the typed --config and --set."""
     error.in_project(Command.typed(sys.argv[1:]))
     place = f"{error.where}: " if error.where else ""
     return CheckResult(what, CheckVerdict.BAD, f"{place}{error.what}", error.remedy, error.exit_code)
@@ -101,12 +101,12 @@ def good_check(what: str, found: str) -> CheckResult:
 
 
 def noted_check(what: str, found: str, remedy: str = "") -> CheckResult:
-    """Return the row of a check that needs attention and is no failure."""
+    """Return the row of a check that needs attention but is not a failure."""
     return CheckResult(what, CheckVerdict.NOTE, found, remedy)
 
 
 def refused_check(what: str, found: str, remedy: str, exit_code: int = 6) -> CheckResult:
-    """Return the row of a failure; by default the scheduler would refuse the jobs."""
+    """Return the row of a failure. Default: the scheduler would refuse the jobs."""
     return CheckResult(what, CheckVerdict.BAD, found, remedy, exit_code)
 
 
@@ -142,7 +142,7 @@ def check_cluster(loaded: LoadedConfig) -> Iterator[CheckResult]:
 
 
 def check_partitions(config: Config, site: Site) -> Iterator[CheckResult]:
-    """Yield the partitions in settings that do not exist, are down, or do not accept the user's accounts."""
+    """Yield configured partitions that do not exist, are down, or do not accept the user's accounts."""
     cluster, slurm = config.cluster, config.cluster.slurm
     sections = {name: cluster.resources(name).partition for name in table.everything(config)}
     settings = {"slurm": slurm.partition, "supervisor": cluster.supervisor.partition, **sections}
@@ -162,12 +162,12 @@ def check_partitions(config: Config, site: Site) -> Iterator[CheckResult]:
 
 
 def check_jobs(config: Config, executor: SlurmExecutor) -> Iterator[CheckResult]:
-    """Ask the scheduler whether it would accept the job of each stage; nothing is submitted."""
+    """Ask the scheduler whether it would accept the job of each stage, without submitting."""
     project = Project.open(config, remember=False)
     for name in table.everything(config):
         try:
             job = job_of(None, config, first_job(project, table.stage(name, config), executor))
-        except PipelineError:  # it cannot be planned yet: then what is configured
+        except PipelineError:  # not plannable yet: use the configured resources
             job = Job(name, ("true",), range(1), "logs", Request.of(config.cluster.resources(name)))
         yield _tested(executor, job)
     if config.cluster.supervisor.where == "job":
@@ -185,7 +185,7 @@ def _tested(executor: SlurmExecutor, job: Job) -> CheckResult:
 
 
 def check_folders(config: Config) -> Iterator[CheckResult]:
-    """Report folders that other nodes may not see; that they do cannot be proven here."""
+    """Report folders that other nodes may not see; a proof is impossible here."""
     places = {
         "run folders": config.cluster.runs,
         "cache": config.cache.root,
@@ -206,7 +206,7 @@ def check_folders(config: Config) -> Iterator[CheckResult]:
 
 
 def _only_here(path: Path, mounts: Sequence[Any]) -> str:
-    """Return why other machines may not see a path; empty for a network disk."""
+    """Return why other nodes may not see a path; empty for a network disk."""
     real = Path(os.path.realpath(path))
     own = [*OWN_PLACES, *filter(None, (os.environ.get("TMPDIR"),))]
     if place := next((place for place in own if real.is_relative_to(place)), ""):
@@ -237,7 +237,7 @@ def run_checks(config_file: Path | None, sets: Sequence[str]) -> list[CheckResul
 
 
 def findings_lines(findings: Sequence[CheckResult], *, verbose: bool = False) -> list[str]:
-    """Return a line for each problem with its fix, and how many checks passed; with `verbose`, one for each check."""
+    """Return a line for each problem with its fix, and the number of passed checks; `verbose`: all checks."""
     shown = [finding for finding in findings if verbose or finding.verdict is not CheckVerdict.OK]
     width = max((len(finding.what) for finding in shown), default=0)
     lines = []
@@ -251,7 +251,7 @@ def findings_lines(findings: Sequence[CheckResult], *, verbose: bool = False) ->
 
 
 def check_configuration(loaded: LoadedConfig) -> list[CheckResult]:
-    """Return notes on a configuration; raise where a run would fail because of it."""
+    """Return notes on a configuration; raise if a run would fail because of it."""
     findings = _found((*INPUTS, *SETTINGS), loaded)
     if bad := [finding for finding in findings if finding.verdict is CheckVerdict.BAD]:
         *others, last = bad
@@ -291,7 +291,7 @@ def _container(loaded: LoadedConfig) -> Iterator[CheckResult]:
 
 
 def _torch() -> CheckResult:
-    """Compare the installed torch with the tested version, without importing it; others may work."""
+    """Compare the installed torch with the tested version, without importing it."""
     try:
         found = version("torch")
     except PackageNotFoundError:
@@ -354,7 +354,7 @@ def _weights(loaded: LoadedConfig) -> Iterator[CheckResult]:
 
 
 def _weights_of(loaded: LoadedConfig, config: Config, of: str) -> CheckResult:
-    """Check the checkpoint of one encoder, or the class that it is."""
+    """Check the checkpoint or the class of one encoder."""
     if not (of or config.embed.is_own) and loaded.origins["embed.weights"] == "default":
         try:
             find_checkpoint(config.embed.weights)
@@ -367,7 +367,7 @@ def _weights_of(loaded: LoadedConfig, config: Config, of: str) -> CheckResult:
 
 
 def _cache(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """Check that the cache can be read and written, that run folders can be made, and that there is room."""
+    """Check that the cache is readable and writable, that run folders can be made, and that there is room."""
     root, cache = loaded.config.cache.root, _opened(loaded.config)
     writable = _writable("cache folder", root)
     if writable.verdict is CheckVerdict.BAD and cache.is_there:  # a complete cache needs no writing
@@ -405,7 +405,7 @@ def _writable(what: str, folder: Path) -> CheckResult:
 
 
 def _room(root: Path) -> CheckResult:
-    """Check free bytes and inodes; quotas are not visible."""
+    """Check free bytes and inodes; quotas are invisible."""
     place = _existing(root)
     free_bytes, inodes = shutil.disk_usage(place).free, os.statvfs(place).f_favail
     summary = f"{format_bytes(free_bytes)} free, room for {inodes:,} files"
@@ -415,7 +415,7 @@ def _room(root: Path) -> CheckResult:
 
 
 def settings_findings(loaded: LoadedConfig) -> Iterator[CheckResult]:
-    """Yield harmful settings, and check that trackers, the task or the script can be used."""
+    """Yield harmful settings; check that trackers, the task or the script are usable."""
     facts = RunFacts(environment=dict(os.environ), empty_cache_every=loaded.config.train.empty_cache_every)
     for problem in lint(facts):
         bad = problem.severity is Severity.ERROR

@@ -1,6 +1,6 @@
-"""`pipeline demo`: a small project of synthetic complexes, in which every other command works.
+"""`pipeline demo`: makes a small project of synthetic complexes, in which every command works.
 
-With `--recipe NAME` it is a recipe at toy size on synthetic data, in which a rule is planted that it learns.
+With `--recipe NAME` it makes a small version of that recipe, with synthetic data that follow a rule to learn.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEAD = """\
 # The recipe {name} at toy size, on synthetic data; written by `pipeline demo --recipe {name}`.
 # At its real size, with comments: pipeline init DIR --recipe {name}
 """
-PAIRS = 3  # of proteins that dock
+PAIRS = 3  # residues of proteins that dock
 WIDTH = 16  # of the small encoder, and of the embedding of a ligand
 COMPLEXES = 24
 ACTIVATE = "\n  source {}/bin/activate"
@@ -44,11 +44,11 @@ PACKAGE = Path(__file__).parents[1]
 class RecipeDemo:
     """A recipe at toy size: its data, with a rule to learn; `recipe_demos.ini` has the settings that make it small."""
 
-    make: Callable[[Path, int], None]  # writes this number of items, or about it, in the project's folder
-    metric: str  # of validations, which shows that the planted rule was learned
+    make: Callable[[Path, int], None]  # writes about this number of items into the project's folder
+    metric: str  # validation metric that shows that the rule was learned
     items: int
-    shows: tuple[str, ...] = ("predictions.csv",)  # files of predictions that people want to see first
-    needs: tuple[str, str] | None = None  # an extra, and the module that it brings
+    shows: tuple[str, ...] = ("predictions.csv",)  # predictions to look at first
+    needs: tuple[str, str] | None = None  # required extra, and its module
 
 
 def small_sets(name: str, folder: Path) -> list[str]:
@@ -60,7 +60,7 @@ def small_sets(name: str, folder: Path) -> list[str]:
 
 
 def _complexes(folder: Path, items: int) -> None:
-    """Write complexes of a few pairs of proteins, each turned and shaken: how a pair docks can be learned."""
+    """Write complexes of a few pairs of proteins, rotated and perturbed, so that their docking can be learned."""
     from pipeline.encoder.synth import write_random_checkpoint  # it imports torch
     from pipeline.structures.synthetic import shaken_pair, to_pdb
 
@@ -155,7 +155,7 @@ def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 
 
 def what_was_made(folder: Path, name: str) -> str:
-    """Return what a recipe learned, where its output is, and commands to try next."""
+    """Describe what a recipe learned, its output, and commands to try next."""
     demo = DEMOS[name]
     made = [path for shown in demo.shows for path in sorted(folder.glob(f"predictions/*/{shown}"))]
     files = [f"  less {quoted(path.relative_to(folder))}" for path in made]

@@ -1,4 +1,4 @@
-"""`pipeline init`: writes the first configuration of a project, and a profile of the cluster that it runs on."""
+"""`pipeline init`: writes the configuration of a new project, and a profile of the cluster."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def write_init_files(folder: Path, site: Site | None, recipe: str | None = None)
             _create(profile, profile_text(site), begun)
         _create(config, text, begun)
     except OSError as error:
-        for path in begun:  # else the next try finds them, and leaves them as they are
+        for path in begun:  # so that the next try writes them again
             path.unlink()
         what = f"cannot write: {error.strerror}"
         raise ConfigError(what, where=str(error.filename or folder), remedy="pipeline init DIR") from error
@@ -84,12 +84,12 @@ def config_text(site: Site | None) -> str:
 
 
 def where_text(site: Site | None) -> str:
-    """Return the lines of a configuration that say where jobs run."""
+    """Return the lines of a configuration on where jobs run."""
     return LOCAL if site is None else SLURM.format(name=file_name(site.name), word=yaml_word(file_name(site.name)))
 
 
 def profile_text(site: Site) -> str:
-    """Return the profile of a cluster, with what was found and what was not as comments."""
+    """Return the profile of a cluster, with comments on found and missing facts."""
     home, by_partition = _home(site), {partition.name: site.nodes_of(partition.name) for partition in site.partitions}
     bare = [name for name, alike in by_partition.items() if alike and not any(nodes.gpus for nodes in alike)]
     capped = [(f"account {association.account}", association.caps) for association in site.associations]
@@ -112,7 +112,7 @@ def profile_text(site: Site) -> str:
 
 def _template(name: str) -> Template:
     """Return a template of a file; the filters `line` and `word` quote text that Slurm reports."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # which the command line need not wait for
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # imported late: slow
 
     loader = FileSystemLoader(Path(__file__).parent)
     made = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)  # noqa: S701 - no HTML
@@ -178,13 +178,13 @@ def _row(first: tuple[str, str], nodes: NodeKind) -> tuple[str, str, str, str, s
 
 
 def _home(site: Site) -> Partition | None:
-    """Return the partition for jobs: the default, else the best; None where there is none."""
+    """Return the partition for jobs: the default, else the best, or None."""
     names = [partition.name for partition in site.partitions]
     return site.default or (site.partition(best_partition(site, names)) if names else None)
 
 
 def _card(site: Site, kind: GpuKind, home: str) -> dict[str, Any]:
-    """Return the entry of a kind of GPU and the notes next to it; where its memory is unknown, it is a comment."""
+    """Return the entry of a kind of GPU and its notes; with unknown memory the entry is a comment."""
     where = home if home in kind.partitions else best_partition(site, kind.partitions)
     keys = {"gres": kind.gres, "feature": kind.feature, "partition": "" if where == home else where}
     guess = f"{kind.sizes_gib[0]}GiB" if kind.sizes_gib else "?GiB"
@@ -204,13 +204,13 @@ class GpuKind:
 
     gres: str
     feature: str
-    sizes_gib: SizesGib  # one: known; several: it may be any; none: unknown
+    sizes_gib: SizesGib  # possible sizes; empty: unknown
     partitions: list[str] = field(default_factory=list)
     count: int = 0
 
 
 def gpu_kinds(site: Site) -> list[GpuKind]:
-    """Return the kinds of GPU of a cluster, distinguished by type and, where types are the same, by feature."""
+    """Return the kinds of GPU of a cluster, distinguished by type, and by feature if types are equal."""
     kinds: dict[tuple[str, str, SizesGib], GpuKind] = {}
     for nodes in site.nodes:
         for kind in _of_nodes(nodes):
@@ -226,7 +226,7 @@ def gpu_kinds(site: Site) -> list[GpuKind]:
 
 
 def best_partition(site: Site, names: Sequence[str]) -> str:
-    """Return the best partition for a job: one that it may use, without preemption, with the longest time limit."""
+    """Return the best partition for a job: usable, without preemption, with the longest time limit."""
     known = [partition for name in names if (partition := site.partition(name)) is not None]
     return max(known, key=lambda partition: _merit(site, partition)).name if known else names[0]
 

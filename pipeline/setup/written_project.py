@@ -1,4 +1,4 @@
-"""Writes a folder with a configuration for one command, from what was typed and the settings of the project.
+"""Writes a small project for one command, from its options and the settings of the project.
 
 `pipeline embed` writes one for a FASTA file; `pipeline dock` writes one for two structures and a model.
 """
@@ -36,14 +36,14 @@ TASK = "pipeline.tasks.complex_docking:ComplexDocking"
 
 
 def refuse_absent(*files: Path) -> None:
-    """Raise where one of these files is not there."""
+    """Raise if one of these files is missing."""
     for file in files:
         if not file.is_file():
             raise ConfigError("file not found", where=str(file), remedy=f"ls {quoted(file.parent)}")
 
 
 def cluster_settings(project: LoadedConfig, *stages: str) -> dict[str, Any]:
-    """Return the cluster settings of the project; without one, those of this machine, with a GPU if it has one."""
+    """Return the cluster settings of the project; without a project those of this machine, with its GPU if any."""
     cluster = project.config.cluster.model_dump(mode="json", exclude_unset=True)
     if project.path:
         return cluster
@@ -95,10 +95,10 @@ class Docking:
     poses: int
     steps: int
     confidence: str | None = None  # a model or a file of weights that ranks the poses
-    top: int = 5  # poses that are written as structures
+    top: int = 5  # poses to write as structures
     trajectory: bool = False
-    bound: bool = False  # the files stand in one frame, and that is the true pose
-    sets: Sequence[str] = ()  # settings as typed: options among them go over the model's own
+    bound: bool = False  # the files show the true pose
+    sets: Sequence[str] = ()  # typed settings; options override the model's
 
     @property
     def name(self) -> str:
@@ -118,7 +118,7 @@ def write_dock_project(folder: Path, docking: Docking, project: LoadedConfig) ->
 
 
 def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, Any]]:
-    """Return the settings by section: the model's own, and the project's for where and with what things are done."""
+    """Return the settings by section: the model's, and the project's where they do not change results."""
     here = project.config
     model = _settings_of_model(docking, here, project.base_dir.absolute())
     of_model = [typed for typed in docking.sets if typed.startswith(("train.options", "train.predict.options"))]
@@ -129,7 +129,7 @@ def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, An
     drawn |= _judge(docking.confidence, here) if docking.confidence else {}
     drawn |= typed.predict.options
     return {
-        "data": {"source": "manifest", "path": TABLE},  # of the training's, nothing holds for two files
+        "data": {"source": "manifest", "path": TABLE},  # the training's data settings do not apply to two files
         "structures": model.get("structures", {}),
         "embed": {"weights": str(here.embed.weights)} | model.get("embed", {}),
         "graph": model.get("graph", {}) | {"contacts": 5.0 if docking.bound else None},
@@ -146,9 +146,9 @@ def _settings(docking: Docking, project: LoadedConfig) -> dict[str, dict[str, An
 
 
 def _settings_of_model(docking: Docking, here: Config, beside: Path) -> dict[str, dict[str, Any]]:
-    """Return the settings that the model was trained with, as far as using it needs them."""
+    """Return the settings of the training that using the model needs."""
     if (file := weights_file(docking.model)) is not None:
-        # as its embeddings were made
+        # settings of its embeddings
         return {"embed": {"context": "partner"}, "train": {"task": TASK, "options": _published_options(file)}}
     model = named_model(here.train.models, docking.model)
     if model is None or model.config is None:
@@ -160,14 +160,14 @@ def _settings_of_model(docking: Docking, here: Config, beside: Path) -> dict[str
         remedy = Command.of("model list", then=f"   (choose one of {TASK})")
         raise ConfigError(what, where=f"--model {docking.model}", remedy=remedy)
     settings = portable_settings(model.config, there=True)
-    if "also" not in settings["embed"]:  # else this project may know another encoder by that name
+    if "also" not in settings["embed"]:  # this project may use the name for another encoder
         del settings["embed"]["weights"]
     return settings
 
 
 def _published_options(weights: Path) -> dict[str, Any]:
-    """Return the options of a file of weights in DiffDock-PP's form; its sizes by their shapes."""
-    from pipeline.tasks.docking.score_network import FORM, trunk_options  # which waits for torch
+    """Return the options of a file of weights in DiffDock-PP's format, with sizes from the shapes of tensors."""
+    from pipeline.tasks.docking.score_network import FORM, trunk_options  # imports torch
     from pipeline.training.checkpoints.trained_weights import stored_weights
 
     try:
