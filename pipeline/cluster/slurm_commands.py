@@ -66,7 +66,7 @@ def question_environment() -> dict[str, str]:
 
 
 def without_our_variables(script: str) -> list[str]:
-    """Return the words before sbatch that unset variables of an enclosing job and variables that override the header."""
+    """Return the words before sbatch that unset variables of an enclosing job or that override the header."""
     in_header = {f"SBATCH_{name.upper()}" for name in re.findall(r"^#SBATCH --([a-z]+)=", script, re.MULTILINE)}
     spared = (KEPT | DEFAULTS) - in_header
     unset = sorted(name for name in os.environ if (MINE.match(name) and name not in spared) or name in VISIBLE_TO)

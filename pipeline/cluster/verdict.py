@@ -398,10 +398,10 @@ _AS_AFTER_SIGNALS = frozenset(map(int, _CRASHES + _ENDINGS))  # exit codes from 
 
 # srun's log lines show which process of a task failed first and ended the others.
 #
-# The accounting keeps one exit code of a step, the highest, and ranks signals below codes. Measured on 22.05: one process
-# was killed and the others exited with 76: the step reads 76:0. With one at the memory limit on one of two nodes it reads
-# 76:0 or OUT_OF_MEMORY. Only srun's lines are reliable. They name the right node and the right process; only after an OOM
-# kill they may name another process on that node.
+# The accounting keeps one exit code of a step, the highest, and ranks signals below codes. Measured on 22.05: one
+# process was killed and the others exited with 76: the step reads 76:0. With one at the memory limit on one of two
+# nodes it reads 76:0 or OUT_OF_MEMORY. Only srun's lines are reliable. They name the right node and the right process;
+# only after an OOM kill they may name another process on that node.
 RANKS_MOST = 10_000  # more ranks mean a garbled line
 _LINE = re.compile(r"^srun: error: (?P<node>\S+): tasks? (?P<tasks>\d[0-9,-]*): (?P<how>.+)$", re.MULTILINE)
 _CODE = re.compile(r"Exited with exit code (\d+)")
