@@ -49,9 +49,9 @@ class RunFolder:
     again = _RunFile("again.txt")  # the typed command; it continues the run
     recipes = _RunFile("recipes.json")  # kind and tag of each recipe that the run reads
     items = _RunFile("items.jsonl")  # all items of the data set as the sources gave them, one per line
-    only = _RunFile("only")  # keys of the records that the run may write; absent: all
+    only = _RunFile("only")  # the keys of the records that the run may write; absent if it may write all
     meetings = _RunFile("meetings")  # where the ranks of a task exchange their addresses
-    task_code = _RunFile("task_code.txt")  # the frozen copy of the user's code, if any
+    task_code = _RunFile("task_code.txt")  # the folder with the frozen copy of your code, if any
     table = _RunFile("table.txt")  # the key of the table of trainable items, in hex
     entered = _RunFile("entered.json")  # the entries of a reader, and their files
     rejected = _RunFile("rejected.jsonl")  # all rejected items with their reasons, one per line
@@ -62,7 +62,7 @@ class RunFolder:
     events = _RunFile("events")  # one file of events per process
     left_out = _RunFile("left_out.jsonl")  # items that killed their task and are skipped from then on, one per line
     claims = _RunFile("claims")  # one file per supervisor visit
-    code = _RunFile("code.txt")  # the frozen copy of this package
+    code = _RunFile("code.txt")  # the folder with the frozen copy of this package
     logs = _RunFile("logs")  # output of the tasks
     supervisor_log = _RunFile("supervisor.log")  # output of a supervisor in the background
 
