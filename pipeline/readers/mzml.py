@@ -86,8 +86,8 @@ def divide_mzml(body: bytes, named: Groups) -> Divided:
     mz_P, intensity_P = (_array(spectrum, accession, named) for accession in ARRAYS)
     if len(mz_P) != len(intensity_P):
         raise UnusableEntry(f"{len(mz_P)} m/z and {len(intensity_P)} intensities")
-    if (told := spectrum.get("defaultArrayLength", "")) != str(len(mz_P)):
-        raise UnusableEntry(f"defaultArrayLength is {told!r}, found {len(mz_P)} peaks")
+    if (declared := spectrum.get("defaultArrayLength", "")) != str(len(mz_P)):
+        raise UnusableEntry(f"defaultArrayLength is {declared!r}, found {len(mz_P)} peaks")
     return headers, np.stack([mz_P, intensity_P], 1)
 
 

@@ -93,10 +93,10 @@ def library_headers(headers: dict[str, str], key: str = KEYS["peptide"][0]) -> d
     if match is None or key in headers:
         return headers
     comment = headers.get("COMMENT", "")
-    told = {key: _modified(match["letters"], comment), "CHARGE": match["charge"]}
+    found = {key: _modified(match["letters"], comment), "CHARGE": match["charge"]}
     if parent := PARENT.search(comment):
-        told["PEPMASS"] = parent[1]
-    return {**told, **headers}
+        found["PEPMASS"] = parent[1]
+    return {**found, **headers}
 
 
 def _modified(letters: str, comment: str) -> str:

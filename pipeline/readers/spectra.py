@@ -266,8 +266,8 @@ class Spectra:
             table.columns = {name: column for name, column in table.columns.items() if column.ndim == 1}
             ids = [name for name in ((self.id,) if self.id else KEYS["id"][1]) if name in table.columns]
             for at, row in table.all_rows():
-                told = {name: hdf5.cell_text(row, name) for name in row}
-                yield entry_id(told[ids[0]] if ids else "", path, at), told
+                headers = {name: hdf5.cell_text(row, name) for name in row}
+                yield entry_id(headers[ids[0]] if ids else "", path, at), headers
 
     def _arrays(self, headers: Mapping[str, str], peak_P2: NDArray[Any] | UnusableEntry, name: str) -> Arrays:
         """Return the arrays of an entry, the same from every kind of file; by its name labels of a table are found."""

@@ -99,8 +99,8 @@ class Towers(nn.Module):
         """Return the vectors of both sides, and the logits of classes."""
         left_BD = None if batch.left is None else self.left(batch.left)
         right_BD = None if batch.right is None else self.right(batch.right)
-        told_BC = None if self.classes is None or left_BD is None else self.classes(left_BD)
-        return left_BD, right_BD, told_BC
+        logits_BC = None if self.classes is None or left_BD is None else self.classes(left_BD)
+        return left_BD, right_BD, logits_BC
 
     def scale(self) -> Tensor:
         """Return the factor on cosines; it is capped, but keeps its gradient beyond the cap and can come back."""
@@ -301,14 +301,14 @@ class ContrastivePair:
 
     def embed(self, model: nn.Module, batch: PairBatch) -> dict[str, Tensor]:
         """Return the vectors of both sides of each item, and the logits of its class; no item sees another."""
-        left_BD, right_BD, told_BC = model(batch)
-        told = {} if told_BC is None else {CLASSES: told_BC}
-        if told and batch.class_B is not None:
-            told[CLASS] = batch.class_B
-        elif told and model.training:
+        left_BD, right_BD, logits_BC = model(batch)
+        classes = {} if logits_BC is None else {CLASSES: logits_BC}
+        if classes and batch.class_B is not None:
+            classes[CLASS] = batch.class_B
+        elif classes and model.training:
             problem = "the task learns classes, but no item has one"
             refuse("class_weight", problem, "--set data.options.label=COLUMN, and set data.options.classes")
-        return {LEFT: left_BD, RIGHT: right_BD, **told}
+        return {LEFT: left_BD, RIGHT: right_BD, **classes}
 
     def contrast(self, model: nn.Module, embedded: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor | float]]:
         """Return the cross entropy of finding the right from the left and back, the mean of both, over all items.
@@ -321,8 +321,8 @@ class ContrastivePair:
             missed_B = found_both_ways(logits_BB)
         terms: dict[str, tuple[Tensor, Tensor | float]] = {PAIRS: (missed_B.sum(), float(len(left_BD)))}
         if CLASS in embedded:
-            told_BC, class_B = at_least_single(embedded[CLASSES]), embedded[CLASS]
-            missed = functional.cross_entropy(told_BC, class_B, ignore_index=UNKNOWN, reduction="sum")
+            logits_BC, class_B = at_least_single(embedded[CLASSES]), embedded[CLASS]
+            missed = functional.cross_entropy(logits_BC, class_B, ignore_index=UNKNOWN, reduction="sum")
             terms[CLASSES] = (self.class_weight * missed, (class_B != UNKNOWN).sum().to(missed.dtype))
         return terms
 
@@ -374,8 +374,8 @@ class ContrastivePair:
 
     def publish(self, folder: Path, outputs: Mapping[str, Any], items: Iterable[Item], reading: Any) -> list[Path]:  # noqa: ARG002 - the protocol has it
         """Write the nearest items to each side, and the names of predicted classes."""
-        told = [way for way in (CLASS, ZERO_SHOT) if way in outputs]
-        return write_nearest(folder, outputs, SIDES, dict.fromkeys(told, self.names), reading)
+        classes = [way for way in (CLASS, ZERO_SHOT) if way in outputs]
+        return write_nearest(folder, outputs, SIDES, dict.fromkeys(classes, self.names), reading)
 
     def example(self, sizes: Sizes) -> PairBatch:
         items = sizes[ITEMS]
@@ -397,11 +397,11 @@ class ContrastivePair:
         return Rows(torch.randn(items, length, getattr(self, f"{side}_dim")), real_BL)
 
 
-def _predicted_class(way: str, told_BC: Tensor, class_B: Tensor | None) -> dict[str, Tensor]:
+def _predicted_class(way: str, logits_BC: Tensor, class_B: Tensor | None) -> dict[str, Tensor]:
     """Return the predicted class of each item, and the place of the true one; among ties the middle."""
-    found = {way: told_BC.argmax(-1)}
+    found = {way: logits_BC.argmax(-1)}
     if class_B is None:
         return found
-    own_B1 = told_BC.gather(1, class_B.clamp(min=0)[:, None])
-    place_B = (told_BC > own_B1).sum(1) + ((told_BC == own_B1).sum(1) - 1) / 2
+    own_B1 = logits_BC.gather(1, class_B.clamp(min=0)[:, None])
+    place_B = (logits_BC > own_B1).sum(1) + ((logits_BC == own_B1).sum(1) - 1) / 2
     return found | {f"{way}_{PLACE}": place_B.masked_fill(class_B == UNKNOWN, math.nan)}

@@ -241,10 +241,10 @@ class SequenceBatch(NamedTuple):
 class TunedHead(nn.Module):
     """Predicts numbers from features."""
 
-    def __init__(self, width: int, told: int) -> None:
+    def __init__(self, width: int, outputs: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, told)
+        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, outputs)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         told_BK: Tensor = self.outer(functional.silu(self.inner(self.norm(x_BD))))
@@ -254,9 +254,9 @@ class TunedHead(nn.Module):
 class TunedEncoder(nn.Module):
     """ESM-2 and a head, which knows ESM-2's published names."""
 
-    def __init__(self, sizes: TunedSizes, told: int, *, by_residue: bool) -> None:
+    def __init__(self, sizes: TunedSizes, outputs: int, *, by_residue: bool) -> None:
         super().__init__()
-        self.encoder, self.head = TunedEsm2(sizes), TunedHead(sizes.width, told)
+        self.encoder, self.head = TunedEsm2(sizes), TunedHead(sizes.width, outputs)
         self.sizes, self.by_residue = sizes, by_residue
 
     def forward(self, token_BL: Tensor) -> Tensor:
@@ -300,8 +300,8 @@ class EncoderFinetune(TunedSizes):
         return self.told == TOLD[1]
 
     def model(self) -> nn.Module:
-        told = 1 if self.by_residue else self.targets
-        return TunedEncoder(part_of(self, TunedSizes), told, by_residue=self.by_residue)
+        outputs = 1 if self.by_residue else self.targets
+        return TunedEncoder(part_of(self, TunedSizes), outputs, by_residue=self.by_residue)
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Return how many tokens are read."""

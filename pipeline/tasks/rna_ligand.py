@@ -345,10 +345,10 @@ def _any_entries(kind: str, count: int, atoms: int) -> Entries:
     return Entries(torch.randint(max(atoms, 1), (width, count)), torch.randn(count, constants))
 
 
-def _check_sizes(told: Mapping[str, Any], name: str = "the items") -> None:
+def _check_sizes(sizes: Mapping[str, Any], name: str = "the items") -> None:
     """Refuse items that are no pockets."""
-    if not any(key in told for key in (NODES, "atoms.pos")):
-        has = ", ".join(sorted(told)[:4]) or "no arrays"
+    if not any(key in sizes for key in (NODES, "atoms.pos")):
+        has = ", ".join(sorted(sizes)[:4]) or "no arrays"
         problem = f"the task reads RNA pockets from {READER}; {name} has {has}"
         remedy = f"--set data.source=reader --set data.reader={READER}"
         raise ConfigError(problem, where="data.reader", remedy=remedy)

@@ -208,12 +208,12 @@ class SpectraFinetune(PeakSizes):
             raise ConfigError(problem, where="data.options.target", remedy=remedy)
         return {self.term: (self._error(model(batch.peaks), batch.target_BK, batch.is_known_BK), batch.known)}
 
-    def _error(self, told_BK: Tensor, target_BK: Tensor, is_known_BK: Tensor) -> Tensor:
+    def _error(self, value_BK: Tensor, target_BK: Tensor, is_known_BK: Tensor) -> Tensor:
         if self.head == BINARY:
-            return focal_error(told_BK, target_BK, is_known_BK, self.alpha, self.gamma)
+            return focal_error(value_BK, target_BK, is_known_BK, self.alpha, self.gamma)
         if self.head == FINGERPRINT:
-            return FINGERPRINT_LOSSES[self.measure](told_BK, target_BK, is_known_BK)
-        return squared_error(told_BK.sigmoid() if self.sigmoid else told_BK, target_BK, is_known_BK)
+            return FINGERPRINT_LOSSES[self.measure](value_BK, target_BK, is_known_BK)
+        return squared_error(value_BK.sigmoid() if self.sigmoid else value_BK, target_BK, is_known_BK)
 
     def weights(self, batch: SpectraBatch) -> dict[str, float]:
         """Return how many numbers, fingerprints or triplets are known."""
@@ -223,13 +223,13 @@ class SpectraFinetune(PeakSizes):
 
     def outputs(self, model: nn.Module, batch: SpectraBatch) -> dict[str, Any]:
         """Return the prediction for each item and its target: NaN where unknown, of no size where nothing is known."""
-        told_BK = model(batch.own)
+        value_BK = model(batch.own)
         if self.head == EMBEDDING:
-            return {EMBEDDING: told_BK, MOLECULE: batch.molecule_S[: len(told_BK)], PRECURSOR: batch.precursor_B}
+            return {EMBEDDING: value_BK, MOLECULE: batch.molecule_S[: len(value_BK)], PRECURSOR: batch.precursor_B}
         if self.head == BINARY or self.sigmoid or (self.head == FINGERPRINT and self.measure == "bce"):
-            told_BK = told_BK.sigmoid()
+            value_BK = value_BK.sigmoid()
         labels = labels_of(self._in_units(batch.target_BK), batch.is_known_BK, batch.is_labelled)
-        return {PREDICTION: self._in_units(told_BK), TARGET: labels}
+        return {PREDICTION: self._in_units(value_BK), TARGET: labels}
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
         """Return the figures of a split: errors, answers, bits or neighbours; none if nothing is known."""

@@ -144,10 +144,10 @@ def _copies(runs: Path, without: set[Path]) -> tuple[Path, ...]:
         return ()
     named = set[str]()
     for folder in (RunFolder(path) for path in runs.iterdir() if NAME.fullmatch(path.name) and path not in without):
-        for told in (folder.code, folder.task_code):
+        for named_in in (folder.code, folder.task_code):
             with suppress(OSError):
                 try:
-                    named.add(told.read_text())
+                    named.add(named_in.read_text())
                 except UnicodeDecodeError:  # damaged: which copy it named is not known
                     return ()
     own = (folder for folder in runs.iterdir() if re.fullmatch(rf"{re.escape(COPIES)}(-\d+)?", folder.name))

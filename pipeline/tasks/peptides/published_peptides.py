@@ -218,7 +218,7 @@ def publish_peptides(folder: Path, outputs: Mapping[str, Any], choice: PeptideCh
 def table_line(name: str, answer: Answer, choice: PeptideChoice, judgement: JudgedPeptide | None) -> list[str]:
     """Return the cells of a spectrum's line."""
     rank = rank_score(answer.score, answer.ppm, choice.mass_weight) if choice.tolerance_ppm else answer.score
-    told = {
+    cells = {
         "id": name,
         "peptide": choice.vocabulary.text(answer.letter_R),
         "score": f"{answer.score:.4f}",
@@ -232,7 +232,7 @@ def table_line(name: str, answer: Answer, choice: PeptideChoice, judgement: Judg
         "true_peptide": choice.vocabulary.text(answer.true_R),
         "right": "" if judgement is None else "yes" if judgement.is_right else "no",
     }
-    return [told[name] for name in COLUMNS]
+    return [cells[name] for name in COLUMNS]
 
 
 def mztab_head(choice: PeptideChoice, runs: Sequence[Path]) -> str:
@@ -264,7 +264,7 @@ def _modification_lines(choice: PeptideChoice) -> list[str]:
 def psm_line(ref: str, answer: Answer, choice: PeptideChoice, number: int) -> list[str]:
     """Return the cells of a spectrum's line in an mzTab."""
     code_R = choice.vocabulary.codes_V[answer.letter_R]
-    told = {
+    cells = {
         "sequence": peptide_text(LETTER_OF[code_R][LETTER_OF[code_R] >= 0]),
         "PSM_ID": str(number),
         "search_engine": ENGINE,
@@ -277,18 +277,18 @@ def psm_line(ref: str, answer: Answer, choice: PeptideChoice, number: int) -> li
         "opt_ms_run[1]_aa_scores": ",".join(f"{sure:.4f}" for sure in answer.confidence_R),
         "opt_ms_run[1]_proforma": choice.vocabulary.text(answer.letter_R),
     }
-    return [told.get(name, "null") for name in PSM_COLUMNS]
+    return [cells.get(name, "null") for name in PSM_COLUMNS]
 
 
 def modifications_text(code_R: NDArray[np.int64]) -> str:
     """Return the modifications of a peptide in mzTab's notation: `0-UNIMOD:1,3-UNIMOD:35`; the N-terminus is 0."""
-    told, place = [], 0
+    parts, place = [], 0
     for code in code_R:
         is_terminal = LETTER_OF[code] < 0
         place += not is_terminal
         if code >= len(LETTERS):
-            told.append(f"{0 if is_terminal else place}-{_unimod(_change_of(int(code)))}")
-    return ",".join(told)
+            parts.append(f"{0 if is_terminal else place}-{_unimod(_change_of(int(code)))}")
+    return ",".join(parts)
 
 
 def _change_of(code: int) -> Any:

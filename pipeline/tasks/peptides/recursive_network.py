@@ -197,16 +197,16 @@ class RecursiveNetwork(nn.Module):
         memories: list[Memory] = [layer.cross.remembered(context_BMD) for layer in self.decoder]  # type: ignore[operator, union-attr]
         logits_BLV = self.first_answer.expand(len(mask), -1, -1)
         latent_BLD = self.first_latent.expand(len(mask), -1, -1)
-        told = []
+        logits_T = []
         for answer in range(self.sizes.supervision_steps if answers is None else answers):
             said_BLD = self._said(logits_BLV, answer)
             for _ in range(self.sizes.latent_steps):
                 latent_BLD = latent_BLD + self._run(said_BLD + latent_BLD, memories, mask)
             logits_BLV = self._answer(logits_BLV, self._run(said_BLD + latent_BLD, None, None))
-            told.append(logits_BLV)
+            logits_T.append(logits_BLV)
             if self.sizes.detach:
                 logits_BLV, latent_BLD = logits_BLV.detach(), latent_BLD.detach()
-        return torch.stack(told), latent_BLD
+        return torch.stack(logits_T), latent_BLD
 
     def _said(self, logits_BLV: Tensor, answer: int) -> Tensor:
         """Return the last answer as features of its places."""

@@ -256,8 +256,8 @@ class TermLayer(nn.Module):
     def forward(self, x_NF: Tensor, entries: Entries, shape_EX: Tensor) -> Tensor:
         scalar_NS = x_NF[:, : self.leave.enter.scalars]
         ends = [scalar_NS.index_select(0, entries.atom_PE[place]) for place in (0, -1)]
-        told = [*ends, entries.constant_EK, *([shape_EX] if self.sees_shape else [])]
-        said_ES = self.read(self.norm(torch.cat(told, -1)))
+        inputs = [*ends, entries.constant_EK, *([shape_EX] if self.sees_shape else [])]
+        said_ES = self.read(self.norm(torch.cat(inputs, -1)))
         middles = range(1, self.atoms - 1)
         heard = [means(said_ES, entries.atom_PE[place], len(x_NF)) for place in middles]
         fields_NF: Tensor = self.leave(torch.stack(heard).mean(0))

@@ -400,7 +400,7 @@ class RnaPockets:
     def _splits(self) -> dict[str, str]:
         """Return the split of each pocket."""
         if self.splits:
-            return _told_splits(Path(self.splits), allow_divided=self.divided == "allow")
+            return _given_splits(Path(self.splits), allow_divided=self.divided == "allow")
         groups: dict[str, Callable[[str], str]] = {"complex": complex_of, "ligand": ligand_of, "model": str}
         return drawn_splits({id_: groups[self.split_by](id_) for id_ in map(pocket_id, self._names)})
 
@@ -418,11 +418,11 @@ def drawn_splits(group_of: Mapping[str, str]) -> dict[str, str]:
     return {id_: split_of.get(group, SPLITS[0]) for id_, group in group_of.items()}
 
 
-def _told_splits(path: Path, *, allow_divided: bool) -> dict[str, str]:
+def _given_splits(path: Path, *, allow_divided: bool) -> dict[str, str]:
     """Return the splits of a JSON file; refuse one that divides a complex, unless that is allowed."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        lists = {str(split): [str(name) for name in names] for split, names in told.items()}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        lists = {str(split): [str(name) for name in names] for split, names in content.items()}
     except OSError as error:
         raise cannot_read(path, error) from error
     except (ValueError, AttributeError, TypeError) as error:

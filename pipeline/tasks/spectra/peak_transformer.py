@@ -229,8 +229,8 @@ class SummedHead(nn.Module):
         each_BLD = self.each(x_BLD)
         if real_BL is not None and not self.as_published:
             each_BLD = each_BLD * real_BL.unsqueeze(-1)
-        told_BK: Tensor = self.all(each_BLD.sum(1))
-        return told_BK
+        predicted_BK: Tensor = self.all(each_BLD.sum(1))
+        return predicted_BK
 
 
 class PretrainingOutputs(nn.Module):
@@ -260,8 +260,8 @@ class PeakTransformer(nn.Module):
         tokens_BLD = self.last_layer(peaks)
         if not isinstance(self.head, SummedHead):
             tokens_BLD = tokens_BLD[:, :1]
-        told_BK: Tensor = self.head(self.norm(tokens_BLD), peaks.real_BL)
-        return at_least_single(told_BK)
+        predicted_BK: Tensor = self.head(self.norm(tokens_BLD), peaks.real_BL)
+        return at_least_single(predicted_BK)
 
     def last_layer(self, peaks: Peaks) -> Tensor:
         """Return what leaves the last layer, before the norm."""

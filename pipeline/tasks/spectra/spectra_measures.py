@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 SMOOTH = 1.0  # added to both sides of a quotient of bits
 
 
-def squared_error(told_BK: Tensor, true_BK: Tensor, is_known_BK: Tensor) -> Tensor:
+def squared_error(predicted_BK: Tensor, true_BK: Tensor, is_known_BK: Tensor) -> Tensor:
     """Return the sum of squared errors."""
-    return torch.where(is_known_BK, told_BK - true_BK, 0.0).square().sum()
+    return torch.where(is_known_BK, predicted_BK - true_BK, 0.0).square().sum()
 
 
 def focal_error(
@@ -50,18 +50,18 @@ def focal_error(
     return torch.where(is_known_BK, weight_BK * error_BK, 0.0).sum()
 
 
-def cosine_error(told_BK: Tensor, true_BK: Tensor, is_known_BK: Tensor) -> Tensor:
+def cosine_error(predicted_BK: Tensor, true_BK: Tensor, is_known_BK: Tensor) -> Tensor:
     """Return the sum of 1 − cosine over items of which any bit is known, of their known bits."""
-    known_BK = is_known_BK.to(told_BK.dtype)
-    cosine_B = torch.cosine_similarity(told_BK * known_BK, true_BK * known_BK, dim=-1)
+    known_BK = is_known_BK.to(predicted_BK.dtype)
+    cosine_B = torch.cosine_similarity(predicted_BK * known_BK, true_BK * known_BK, dim=-1)
     return torch.where(is_known_BK.any(-1), 1 - cosine_B, 0.0).sum()
 
 
-def overlap_error(told_BK: Tensor, true_BK: Tensor, is_known_BK: Tensor) -> Tensor:
+def overlap_error(predicted_BK: Tensor, true_BK: Tensor, is_known_BK: Tensor) -> Tensor:
     """Return the sum of 1 − smooth intersection over union over items of which any bit is known."""
-    known_BK = is_known_BK.to(told_BK.dtype)
-    both_B = (told_BK * true_BK * known_BK).sum(-1)
-    any_B = ((told_BK + true_BK) * known_BK).sum(-1) - both_B
+    known_BK = is_known_BK.to(predicted_BK.dtype)
+    both_B = (predicted_BK * true_BK * known_BK).sum(-1)
+    any_B = ((predicted_BK + true_BK) * known_BK).sum(-1) - both_B
     overlap_B = (both_B + SMOOTH) / (any_B + SMOOTH)
     return torch.where(is_known_BK.any(-1), 1 - overlap_B, 0.0).sum()
 
@@ -134,10 +134,10 @@ def error_figures(predicted: Values, true: Values, names: Sequence[str]) -> dict
 
 def _blocks(predicted: Values, true: Values, targets: int) -> Iterator[tuple[Floats, Floats, NDArray[np.bool_]]]:
     """Yield the predictions and truths of some items at a time, and which truths are known."""
-    pairs = ((np.reshape(told_K, -1), np.reshape(true_K, -1)) for told_K, true_K in labelled(predicted, true))
+    pairs = ((np.reshape(predicted_K, -1), np.reshape(true_K, -1)) for predicted_K, true_K in labelled(predicted, true))
     for block in in_chunks(pairs, BLOCK):
-        told_BK, true_BK = np.array(block, np.float64).reshape(-1, 2, targets).transpose(1, 0, 2)
-        yield told_BK, true_BK, ~np.isnan(true_BK)
+        predicted_BK, true_BK = np.array(block, np.float64).reshape(-1, 2, targets).transpose(1, 0, 2)
+        yield predicted_BK, true_BK, ~np.isnan(true_BK)
 
 
 def _errors(sums: Sequence[float], *, has_pearson: bool) -> dict[str, float]:
@@ -173,10 +173,10 @@ class _Answers:
         self._threshold, self._ranking = threshold, Ranking()
         self._counts_22 = np.zeros((2, 2), np.int64)  # by truth, and prediction
 
-    def add(self, told_K: NDArray[Any], is_true_K: NDArray[np.bool_]) -> None:
+    def add(self, predicted_K: NDArray[Any], is_true_K: NDArray[np.bool_]) -> None:
         """Add some answers, told as probabilities."""
-        self._ranking.add(logits(told_K), is_true_K)
-        np.add.at(self._counts_22, (is_true_K.astype(int), (told_K > self._threshold).astype(int)), 1)
+        self._ranking.add(logits(predicted_K), is_true_K)
+        np.add.at(self._counts_22, (is_true_K.astype(int), (predicted_K > self._threshold).astype(int)), 1)
 
     def figures(self) -> dict[str, float]:
         """Return the figures that are defined."""
@@ -196,24 +196,24 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 
-def bit_figures(told: Values, true: Values, threshold: float) -> dict[str, float]:
+def bit_figures(predicted: Values, true: Values, threshold: float) -> dict[str, float]:
     """Return how well bits are predicted, in all, and how alike fingerprints are: by cosine, and by Tanimoto of bits.
 
     Predictions outside of 0 to 1 pass a sigmoid first, as the field's tools do.
     """
-    is_chance = all(np.nanmin(one) >= 0 and np.nanmax(one) <= 1 for one in told)
+    is_chance = all(np.nanmin(one) >= 0 and np.nanmax(one) <= 1 for one in predicted)
     answers, cosines, overlaps = _Answers(threshold), [], []
-    for told_K, true_K in labelled(told, true):
+    for predicted_K, true_K in labelled(predicted, true):
         is_known_K = ~np.isnan(true_K)
-        told_K = np.array(told_K, np.float32)
-        told_K = told_K if is_chance else torch.from_numpy(told_K).sigmoid().numpy()
-        chance_K = told_K.astype(np.float64)[is_known_K]
+        predicted_K = np.array(predicted_K, np.float32)
+        predicted_K = predicted_K if is_chance else torch.from_numpy(predicted_K).sigmoid().numpy()
+        chance_K = predicted_K.astype(np.float64)[is_known_K]
         bit_K = np.asarray(true_K, np.float64)[is_known_K] > 0.5
         answers.add(chance_K, bit_K)
         lengths = np.linalg.norm(chance_K) * np.sqrt(bit_K.sum())
         cosines.append(chance_K[bit_K].sum() / lengths if lengths else 0.0)
-        is_told_K = chance_K > threshold
-        overlaps.append((is_told_K & bit_K).sum() / max((is_told_K | bit_K).sum(), 1))
+        is_set_K = chance_K > threshold
+        overlaps.append((is_set_K & bit_K).sum() / max((is_set_K | bit_K).sum(), 1))
     if not cosines:
         return {}
     return answers.figures() | {"cosine": float(np.mean(cosines)), "tanimoto": float(np.mean(overlaps))}

@@ -150,9 +150,9 @@ def publish(partial: Path, path: Path, disk: Disk) -> None:
     disk.fsync_folder(path.parent)
 
 
-def unseal(path: Path, *, remedy: str = ANOTHER) -> SealedFolder:
+def unseal(path: Path) -> SealedFolder:
     """Open a folder after reading and verifying every byte."""
-    sealed = read_sealed(path, remedy=remedy)
+    sealed = read_sealed(path)
     sealed.verify()
     return sealed
 

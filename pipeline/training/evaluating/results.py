@@ -210,13 +210,13 @@ def _of_all_tasks(job: ApplyJob, applied: ApplyResult) -> ApplyResult | None:
             writer.symlink_to(str(share.task))  # which is there whole or not at all
         if str(writer.readlink()) != str(share.task):
             return None
-        told = [json.loads(note.read_text()) for note in notes]
+        reported = [json.loads(note.read_text()) for note in notes]
     except FileNotFoundError:  # another one has written them by now, and removed the parts
         return None
     rejected: Counter[str] = Counter()
-    for one in told:
-        rejected.update(one["rejected"])
-    examples = {reason: text for one in reversed(told) for reason, text in one["examples"].items()}
+    for report in reported:
+        rejected.update(report["rejected"])
+    examples = {reason: text for report in reversed(reported) for reason, text in report["examples"].items()}
     return replace(applied, rejected=dict(rejected), examples=examples)
 
 
