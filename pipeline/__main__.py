@@ -2,7 +2,7 @@
 
 import sys
 
-INTERRUPTED = 130  # as shells call an end by SIGINT
+INTERRUPTED = 130  # exit code of shells for SIGINT
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""What your own code may import. Everything else in this package may change from version to version.
+"""The public interface: what your code may import. Everything else in this package may change between versions.
 
-Tasks, readers and encoders: the protocols that yours can be checked against, what a reader yields, and `breaches`,
-which tries a task out. `NameTable`: the names under which your model's weights were published. Loops of your own:
-`open_loader` with its `SamplerSettings`, `Governed` for plain PyTorch, `GovernorCallback` for Lightning. Runs from
-notebooks and other programs: `submit`, `status`, `wait`, `cancel`, `predict`, and `predictions`, which reads them.
-Nothing here imports torch before it is asked for.
+For tasks, readers and encoders: their protocols, the values that a reader yields, and `breaches`, which tests a task.
+`NameTable` has the names of your model's published weights. For your own training loops: `open_loader` with
+`SamplerSettings`, `Governed` for plain PyTorch, `GovernorCallback` for Lightning. For notebooks and programs: `submit`,
+`status`, `wait`, `cancel`, `predict`, and `predictions`, which reads their results. Importing this module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for."""
+    """Import a public name on first use."""
     if name not in PLACES:
         raise AttributeError(f"module 'pipeline.api' has no attribute {name!r}")
     module, _, attribute = PLACES[name].rpartition(".")

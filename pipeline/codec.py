@@ -1,7 +1,7 @@
-"""Values as JSON data and back, and remembered results in files.
+"""Converts values to JSON data and back, and remembers results in files.
 
-`plain` and `rebuilt` are pydantic's, which also reads the configuration: dataclasses, enumerations, paths, sets and
-tuples need no code of their own. Reading is strict: another type, a missing field or an unknown one is a ValueError.
+`plain` and `rebuilt` use pydantic, so dataclasses, enumerations, paths, sets and tuples need no code of their own.
+Reading is strict: a wrong type, a missing or an unknown field raises ValueError.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-NAMES = {"Any": Any, "Mapping": Mapping, "Sequence": Sequence, "Path": Path}  # mostly imported for type checks alone
+NAMES = {"Any": Any, "Mapping": Mapping, "Sequence": Sequence, "Path": Path}  # mostly imported only for type checks
 STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True, defer_build=True)
 
 
@@ -34,7 +34,7 @@ def plain(value: Any) -> Any:
 
 
 def rebuilt(of: type[T], data: Any) -> T:
-    """Return the value of a type that `plain` made these data of; raise ValueError where they are no such value."""
+    """Return the value that `plain` turned into these data; raise ValueError if they do not fit the type."""
     text = data if isinstance(data, bytes) else json.dumps(data).encode()
     values: list[T] = _adapter(of).validate_json(b"[%b]" % text)  # type: ignore[arg-type]  # a type is hashable
     (value,) = values
@@ -42,35 +42,35 @@ def rebuilt(of: type[T], data: Any) -> T:
 
 
 def read_plain(path: Path, of: type[T]) -> T:
-    """Return the value that `write_plain` wrote; raise OSError or ValueError where there is none of this type."""
+    """Read a value that `write_plain` wrote; raise OSError or ValueError without one of this type."""
     return rebuilt(of, path.read_bytes())
 
 
 def read_if_whole(path: Path, of: type[T]) -> T | None:
-    """Return the same; None where there is nothing whole of this type."""
+    """Read a value that `write_plain` wrote; None without an intact one of this type."""
     with suppress(OSError, ValueError):
         return read_plain(path, of)
     return None
 
 
 def write_plain(path: Path, value: Any) -> None:
-    """Write a value as JSON, so that readers see the old one or the new."""
+    """Write a value as JSON, atomically."""
     write_whole(path, json.dumps(plain(value)))
 
 
 def memo(folder: Path, name: str, asked: Mapping[str, Any], make: Callable[[], T], of: type[T]) -> T:
-    """Return what `make` gave when the same was asked before, else what it gives now, which is remembered."""
+    """Return the remembered answer to a question, or make and remember it."""
     known = recall(folder, name, asked, of)
     return remember(folder, name, asked, make()) if known is None else known
 
 
 def recall(folder: Path, name: str, asked: Mapping[str, Any], of: type[T]) -> T | None:
-    """Return the remembered answer to a question; None where no whole one of this type exists."""
+    """Return the remembered answer to a question; None without an intact one of this type."""
     return read_if_whole(_file(folder, name, asked), of)
 
 
 def remember(folder: Path, name: str, asked: Mapping[str, Any], value: T) -> T:
-    """Write down a value, where the folder can be made in one that is there; return it."""
+    """Remember a value, if the folder or its parent exists; return it."""
     with suppress(OSError):
         folder.mkdir(exist_ok=True)
         write_plain(_file(folder, name, asked), value)
@@ -83,7 +83,7 @@ def _file(folder: Path, name: str, asked: Mapping[str, Any]) -> Path:
 
 @cache
 def _adapter(of: Any) -> TypeAdapter[Any]:
-    """Return what reads a list of values of a type: pydantic takes settings for no dataclass itself."""
+    """Return an adapter for lists of a type, as pydantic takes no strict configuration for a dataclass itself."""
     adapter = TypeAdapter(list[of], config=STRICT)
     adapter.rebuild(_types_namespace=NAMES)
     return adapter

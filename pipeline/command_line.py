@@ -1,4 +1,4 @@
-"""Commands for people to type next, as values, so that no code searches or patches their text."""
+"""Commands to suggest to users, as values instead of texts to search or patch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ANY = "…"  # a value that the reader is to choose
-DISTRIBUTION = "protein-training-pipeline"  # what package indexes call it: `pipeline` is a stranger's there
+ANY = "…"  # a value for the user to choose
+DISTRIBUTION = "protein-training-pipeline"  # our name on package indexes, where `pipeline` is another project
 UPGRADE = f"pip install --upgrade {DISTRIBUTION}"
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of `pipeline`: its words, its configuration and settings, and the text around it."""
+    """A `pipeline` command: its words, configuration, settings, and text around it."""
 
     words: tuple[str, ...]  # without `pipeline`
-    settings: tuple[tuple[str, str], ...] = ()  # of the configuration, as --set gives them
-    then: str = ""  # follows as it stands: "   (finished work is kept)", ", or --executor slurm"
-    config: str = ""  # the file that --config names
-    before: str | Command = ""  # precedes it: "nvidia-smi   or   ", or another command
+    settings: tuple[tuple[str, str], ...] = ()  # for --set
+    then: str = ""  # text after it: "   (finished work is kept)", ", or --executor slurm"
+    config: str = ""  # for --config
+    before: str | Command = ""  # text before it: "nvidia-smi   or   ", or another command
 
     @classmethod
     def of(cls, words: str, *more: object, then: str = "", before: str | Command = "") -> Command:
-        """Return a command by its words; `more` are words that may hold spaces, such as paths."""
+        """Return a command of these words; those in `more` may contain spaces, such as paths."""
         return replace(cls.typed([*words.split(), *map(str, more)]), then=then, before=before)
 
     @classmethod
@@ -36,13 +36,13 @@ class Command:
 
     @classmethod
     def about(cls, config: object, sets: Sequence[str]) -> Command:
-        """Return what --config and --set say, for another command to repeat."""
+        """Return --config and --set, for another command to repeat."""
         pairs = (setting.partition("=") for setting in sets)
         return cls((), tuple((key, value) for key, _, value in pairs), config=str(config or ""))
 
     @classmethod
     def typed(cls, line: Sequence[str]) -> Command:
-        """Return the command that a user typed; the line is without `pipeline`."""
+        """Parse a typed command line, without `pipeline`."""
         words: list[str] = []
         given: dict[str, list[str]] = {"--set": [], "--config": [""]}
         rest = iter(line)
@@ -52,35 +52,35 @@ class Command:
                 given[option].append(value if equals else next(rest, ""))
             else:
                 words.append(word)
-        if words[:2] == ["submit", "--stage"]:  # as earlier versions wrote it
+        if words[:2] == ["submit", "--stage"]:  # the format of earlier versions
             del words[1]
         return replace(cls.about(given["--config"][-1], given["--set"]), words=tuple(words))
 
     @classmethod
     def read(cls, text: str) -> Command:
-        """Return the command that this class once wrote."""
+        """Parse a command that this class has written."""
         try:
             return cls.typed(shlex.split(text)[1:])
-        except ValueError:  # a quote without its other half
+        except ValueError:  # an unbalanced quote
             return cls.typed(text.split()[1:])
 
     @property
     def stage(self) -> str:
-        """What it submits; empty where it is another command."""
+        """The stage that it submits; empty for other commands."""
         return (*self.words, "all")[1] if self.words[:1] == ("submit",) else ""
 
     def with_stage(self, stage: str) -> Command:
-        """Return the same for another stage."""
+        """Return the command with another stage."""
         return replace(self, words=(*self.submit(stage).words, *self.words[2:]))
 
     def with_settings(self, *settings: tuple[str, str], then: str = "") -> Command:
-        """Return the command with settings in the place of what it said of their keys."""
+        """Return the command with these settings, which replace those of the same keys."""
         keys = {key for key, _ in settings}
         kept = [setting for setting in self.settings if setting[0] not in keys]
         return replace(self, settings=(*kept, *settings), then=then or self.then)
 
     def in_project(self, typed: Command) -> Command:
-        """Return the command about the project of a typed one: with its configuration, and its other settings."""
+        """Return the command with the --config and --set of a typed one."""
         own = {key for key, _ in self.settings}
         others = [setting for setting in typed.settings if setting[0] not in own]
         before = self.before.in_project(typed) if isinstance(self.before, Command) else self.before
@@ -88,7 +88,7 @@ class Command:
 
     @property
     def change(self) -> str:
-        """What it says beside what it does: its settings, and what follows."""
+        """Its settings and the text after it."""
         said = [f"{key}={value}" if value == ANY else shlex.quote(f"{key}={value}") for key, value in self.settings]
         return " ".join(f"--set {setting}" for setting in said) + self.then
 
@@ -98,7 +98,7 @@ class Command:
 
 
 def status_or_cancel(run: str) -> Command:
-    """Return the two commands about a run that is in the way: look at it, or end it."""
+    """Return the command that shows a run, followed by the one that cancels it."""
     return Command.of("cancel", run, before=Command.of("status", run, then="   or   "))
 
 
@@ -108,5 +108,5 @@ def install_extra(extra: str) -> str:
 
 
 def quoted(word: object) -> str:
-    """Return a word of a command, such as a path, as a shell takes it."""
+    """Quote a word of a command, such as a path, for a shell."""
     return shlex.quote(str(word))

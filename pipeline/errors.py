@@ -1,4 +1,4 @@
-"""Every error a person can meet, in one tree.
+"""All errors that a user can see, in one tree.
 
 PipelineError            1   a bug, unless a child says otherwise
 ├── ConfigError          2   the configuration or the command line is wrong
@@ -27,7 +27,7 @@ from typing import ClassVar
 
 from pipeline.command_line import Command
 
-SUBMIT_AGAIN = Command.submit("all", then="   (processes only missing items)")  # the remedy for work that was lost
+SUBMIT_AGAIN = Command.submit("all", then="   (processes only missing items)")  # remedy for lost work
 
 
 class PipelineError(Exception):
@@ -36,7 +36,7 @@ class PipelineError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, what: str, *, where: str = "", remedy: str | Command = "", item: str = "") -> None:
-        """Take what went wrong, where, what to type next, and the id of the item that it is about, if of one."""
+        """Take what went wrong, where, what to type next and, for an error about one item, its id."""
         super().__init__(what)
         self.what = what
         self.where = where
@@ -50,16 +50,16 @@ class PipelineError(Exception):
 
     @property
     def command(self) -> Command | None:
-        """The command to type next, where that is one of ours."""
+        """The command to type next, if the remedy is one."""
         return self.next if isinstance(self.next, Command) else None
 
     def in_project(self, typed: Command) -> None:
-        """Let the command to type next be about the configuration and the settings of a typed one."""
+        """Add the --config and --set of a typed command to the remedy."""
         if self.command is not None:
             self.next = self.command.in_project(typed)
 
     def __str__(self) -> str:
-        """Say what, where and what to do next, a line each."""
+        """Format what, where and what to do next, a line each."""
         place = f"{self.where}: " if self.where else ""
         hint = f"\n  next: {self.remedy}" if self.remedy else ""
         return f"{place}{self.what}{hint}"

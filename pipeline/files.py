@@ -1,4 +1,4 @@
-"""Files: replaced whole or not at all; owners, states and digests; tables; and the shipped folders."""
+"""Files: atomic replacement, owners, states, digests, CSV tables, and the shipped folders."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def shipped(name: str) -> Path:
     return (PACKAGED if PACKAGED.is_dir() else CHECKOUT) / name
 
 
-SHARED = stat.S_ISGID | stat.S_IWGRP  # of a folder whose files are its group's
+SHARED = stat.S_ISGID | stat.S_IWGRP  # set-group-ID folder with group write access: its files belong to the group
 FOR_GROUP = stat.S_IRGRP | stat.S_IWGRP
 
 
 def shared_bits(folder: Path) -> int:
-    """Return what a folder adds to the mode of a file in it, whatever the umask: nothing, unless it is its group's."""
+    """Return the mode bits that a group's folder adds to its files regardless of the umask, else 0."""
     mode = folder.stat().st_mode
     return FOR_GROUP if mode & SHARED == SHARED else 0
 
 
 def whose(path: Path) -> str:
-    """Say to whom a path, or the nearest folder above it that is there, belongs, and what its mode is."""
+    """Describe the owner and the mode of a path or of its nearest existing parent."""
     for there in (path, *path.parents):
         try:
             status = there.stat()
-        except OSError:  # not there, or in a folder that may not be entered
+        except OSError:  # missing, or in a folder that we may not enter
             continue
         owner, group = user_name(status.st_uid), _group_name(status.st_gid)
         return f"{there} belongs to {owner}, group {group}, mode {stat.filemode(status.st_mode)}"
@@ -60,18 +60,18 @@ def whose(path: Path) -> str:
 
 
 def is_mine(path: Path) -> bool:
-    """Tell whether a path belongs to this user, by whatever number its file system knows users."""
+    """Tell whether a path belongs to this user, also on file systems that map user ids."""
     owner = path.stat().st_uid
     if owner == os.geteuid():
         return True
     try:
         return owner == user_on(path.parent)
-    except OSError:  # in a folder where this user may write nothing
+    except OSError:  # not possible in a read-only folder
         return False
 
 
 def user_on(folder: Path) -> int:
-    """Return this user's id on a file system: servers may map root to nobody, and mounts all users to one."""
+    """Return this user's id on a file system: servers may map root to `nobody`, mounts all users to one."""
     with TemporaryDirectory(prefix=".who-", dir=folder) as made:
         return os.stat(made).st_uid  # noqa: PTH116 - a name
 
@@ -91,28 +91,29 @@ def _group_name(gid: int) -> str:
         return str(gid)
 
 
-FileState: TypeAlias = "tuple[str, int, int, int, int]"  # path, inode, size, mtime and ctime; any write changes one
+FileState: TypeAlias = (
+    "tuple[str, int, int, int, int]"  # path, inode, size, mtime and ctime: any write changes one of them
+)
 _MOUNTS = Path("/proc/self/mountinfo")
-_FLEETING = ("fuse", "cifs", "smb")  # how the names of file systems begin whose file numbers may change
+_FLEETING = ("fuse", "cifs", "smb")  # prefixes of file systems with unstable inode numbers
 
 
 def inode_of(state: os.stat_result) -> int:
-    """Return a file's inode number, which no other there has; 0 on file systems where it does not last.
+    """Return a file's inode number; 0 on file systems with unstable ones.
 
-    Files of one size that were written within a tick of their clock have the same times, and one takes the place of
-    another when a link is set to it, or its folder renamed.
+    It detects that a file was replaced by another of the same size and times, by a changed link or a renamed folder.
     """
     return 0 if file_system(state.st_dev).startswith(_FLEETING) else state.st_ino
 
 
 def state_of(path: Path | str, status: os.stat_result) -> FileState:
-    """Return the state of a file by what `stat` says of it."""
+    """Return the state of a file from its `stat`."""
     return str(path), inode_of(status), status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @lru_cache(maxsize=64)
 def file_system(device: int) -> str:
-    """Return the type of the file system with that device number, such as ext4; empty where it is not known."""
+    """Return the type of the file system with that device number, such as ext4; empty if unknown."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         mounts = _MOUNTS.read_text(errors="replace").splitlines()
@@ -124,7 +125,7 @@ def file_system(device: int) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return the digest of a file's content, which is read piece by piece."""
+    """Return the digest of a file's content, read piece by piece."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while piece := file.read(PIECE_BYTES):
@@ -133,15 +134,15 @@ def file_digest(path: Path) -> str:
 
 
 def what_is_no_file(path: Path) -> str:
-    """Return "a folder" or "a device" where such stands at a path, whose place a file would take; empty else."""
+    """Return "a folder" or "a device" if that is at a path where a file is wanted; else an empty text."""
     return "" if path.is_file() or not path.exists() else "a folder" if path.is_dir() else "a device"
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside another to write to; it takes that one's place in the end, and goes if writing fails.
+    """Yield a temporary path to write to; it replaces `path` at the end, and is removed if writing fails.
 
-    Its mode is what the umask leaves, and the group's where the folder is.
+    Its mode follows the umask and, in a group's folder, the group.
     """
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -155,14 +156,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file so that readers see the old content or the new."""
+    """Write a file atomically: readers see the old content or the new."""
     data = content.encode() if isinstance(content, str) else content
     with replacing(path) as aside:
         aside.write_bytes(data)
 
 
 def create_claim(path: Path, claimant: str) -> bool:
-    """Create a file that says who claims something; False where another process was first."""
+    """Create a claim file; return False if another process was first."""
     try:
         with path.open("x") as file:
             file.write(claimant)
@@ -172,9 +173,9 @@ def create_claim(path: Path, claimant: str) -> bool:
 
 
 def last_claim(folder: Path) -> int:
-    """Return the highest number of the claims in a folder; 0 where there is none.
+    """Return the highest number of the claims in a folder; 0 without claims.
 
-    NFS may cache that a name is missing, but not a listing; in that, a removed file may stand as `.nfs…` for a while.
+    List the folder, as NFS may cache that a name is missing; a removed file may stay in it as `.nfs…` for a while.
     """
     return max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
 
@@ -184,25 +185,25 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
 def csv_cell(value: Any) -> Any:
-    """Return a cell of a table; a text that a spreadsheet would run as a formula gets an apostrophe before it."""
+    """Format a cell; text that a spreadsheet would run as a formula gets an apostrophe before it."""
     is_text = isinstance(value, str) and not _NUMBER.fullmatch(value)
     return f"'{value}" if is_text and _FORMULA.match(value) else value
 
 
 def cell_text(cell: str) -> str:
-    """Return the text for which `csv_cell` gave a cell."""
+    """Return the text of a cell: the inverse of `csv_cell`."""
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
 
 
 def csv_lines(rows: Iterable[Iterable[Any]]) -> bytes:
-    """Return rows of a table that people open."""
+    """Format rows of a CSV table for people."""
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerows([csv_cell(cell) for cell in row] for row in rows)
     return text.getvalue().encode()
 
 
 def csv_rows(file: TextIO, columns: Iterable[str], by: str = ",") -> Callable[[Iterable[Any]], Any]:
-    """Write the header of a table that people open; return what adds a row."""
+    """Write the header of a CSV table for people; return a function that adds a row."""
     rows = csv.writer(file, delimiter=by, lineterminator="\n")
     rows.writerow(columns)
     return lambda row: rows.writerow(map(csv_cell, row))
@@ -210,13 +211,13 @@ def csv_rows(file: TextIO, columns: Iterable[str], by: str = ",") -> Callable[[I
 
 @contextmanager
 def csv_table(path: Path, columns: Iterable[str], by: str = ",") -> Iterator[Callable[[Iterable[Any]], Any]]:
-    """Yield what adds a row to a table, which appears whole or not at all."""
+    """Yield a function that adds a row to a CSV table, which appears complete or not at all."""
     with replacing(path) as aside, aside.open("w", encoding="utf-8", newline="") as file:
         yield csv_rows(file, columns, by)
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Return the JSON object in a line; empty where it holds none."""
+    """Return the JSON object in a line; empty for anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -225,7 +226,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any | None:
-    """Return the JSON value in a file; None where it is missing, torn, no JSON or no plain file, such as a FIFO."""
+    """Return the JSON value in a file; None if it is missing, torn, not JSON or not a regular file."""
     try:
         return json.loads(path.read_bytes()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Keys are recipes: the digest of everything that can change a result, and of nothing else."""
+"""Keys: digests of everything that can change a result, and of nothing else."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ if TYPE_CHECKING:
 
 KEY_BYTES = 16
 TAG_BYTES = 4
-# A file changed this recently may change again within one tick of its clock, so its times prove nothing yet.
+# A file changed this recently may change again within one clock tick, so its times prove nothing yet.
 TICK_NS = 50_000_000
-COARSE_TICK_NS = 2_000_000_000  # for file systems that keep whole seconds
+COARSE_TICK_NS = 2_000_000_000  # for file systems with whole seconds
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def recipe_key(kind: str, recipe: Mapping[str, Any]) -> bytes:
     """Return the 16-byte key of what `kind` makes from `recipe`, which is plain JSON data.
 
-    A cryptographic digest, because two recipes that differ must never meet, however they were made.
+    The digest is cryptographic, because different recipes must never have the same key.
     """
     text = _ENCODER.encode([kind, recipe])
     return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
 
 
 def tagged_key(kind: str, recipe: Mapping[str, Any], subject: Any) -> bytes:
-    """Return the key of what `kind` makes of `subject` by `recipe`: all keys of one recipe begin with its tag.
+    """Return the key of the record that `kind` makes of `subject` by `recipe`; it begins with the tag of the recipe.
 
-    So an index alone says how much there is of each recipe. The rest of the key digests the recipe too: that two tags
-    may be equal harms nothing but that count.
+    So an index alone shows how many records each recipe has. The rest of the key depends on the recipe, too: two equal
+    tags would only distort that count.
     """
     return recipe_tag(kind, recipe) + recipe_key(kind, {"recipe": recipe, "subject": subject})[TAG_BYTES:]
 
 
 def recipe_tag(kind: str, recipe: Mapping[str, Any]) -> bytes:
-    """Return the first bytes of every key that `tagged_key` makes by a recipe."""
+    """Return the first bytes of all keys of a recipe."""
     return recipe_key(f"{kind} recipe", recipe)[:TAG_BYTES]
 
 
 def parse_key(text: str) -> bytes:
-    """Return the key that a text is in hex; raise ValueError where it is none, as of half a file."""
+    """Parse a key in hexadecimal; raise ValueError for anything else."""
     key = bytes.fromhex(text)
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key is {KEY_BYTES} bytes")
@@ -52,14 +52,14 @@ def parse_key(text: str) -> bytes:
 
 
 def content_digest(data: bytes | memoryview) -> bytes:
-    """Return the 16-byte digest of file bytes; fast, and made to catch accidents rather than forgery."""
+    """Return the 16-byte digest of file bytes; it is fast, and detects accidents, not forgery."""
     return xxhash.xxh3_128_digest(data)
 
 
 def is_settled(mtime_ns: int, ctime_ns: int) -> bool:
-    """Say whether the next change of a file would show in its times.
+    """Tell whether the next change of a file would show in its times.
 
-    Any write sets the change time, whatever it does to the other; a clock that keeps whole seconds shows in both.
+    Any write sets the change time. A modification time without a fraction may mean a clock with whole seconds.
     """
     tick_ns = COARSE_TICK_NS if mtime_ns % 1_000_000_000 == 0 else TICK_NS
     return abs(time.time_ns() - ctime_ns) >= tick_ns

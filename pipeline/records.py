@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-SEVERAL = "PIPELINE_NODES"  # in the environment of each task on an allocation of several nodes: how many
-NODE = "PIPELINE_NODE"  # in the environment of a task on several nodes: 0/2 and a name for this start
-LOWEST_COSINE = "lowest cosine to"  # begins the figure that says how close embeddings are; the reference follows
-NOT_FINITE = "is not finite"  # so a training that `train.nan: stop` ends says of a loss or a gradient
+SEVERAL = "PIPELINE_NODES"  # number of nodes, in the environment of each task on an allocation
+NODE = "PIPELINE_NODE"  # "0/2" and a name for this start, in the environment of a task on several nodes
+LOWEST_COSINE = "lowest cosine to"  # prefix of a figure; the name of the reference follows
+NOT_FINITE = "is not finite"  # in the message of a training that `train.nan: stop` ends
 
 
 class Reason(StrEnum):
-    """Why an item was left out; the value is what reports show and `jq` matches."""
+    """Why an item was rejected; reports and JSON show the value."""
 
     BAD_ID = "bad_id"
     DUPLICATE_ID = "duplicate_id"
@@ -59,12 +59,12 @@ class Reason(StrEnum):
     GRAPH_FAILED = "graph_failed"
     KILLED_ITS_TASK = "killed_its_task"
     BAD_ENTRY = "bad_entry"  # of a reader's file
-    DAMAGED = "damaged"  # what the cache has of it
+    DAMAGED = "damaged"  # its record in the cache
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """An item that was left out, and why: data, not an exception."""
+    """A rejected item and the reason: data, not an exception."""
 
     id: str
     reason: Reason
@@ -83,13 +83,13 @@ class Rejection:
 
 
 class Entry(NamedTuple):
-    """An item that is no structure, as a reader finds it."""
+    """An item of a reader."""
 
     id: str
-    place: Any  # where it is, as JSON data: what `read` is given
+    place: Any  # its place as JSON data, for `read`
     arrays: Mapping[str, NDArray[Any]]  # `peaks.mz` is as long as all `peaks.…`; `mass` is one an item
     split: str = ""
-    origin: str = ""  # where people find it: file and line, or file and number
+    origin: str = ""  # its place for people: file and line, or file and number
 
 
 class Kind(StrEnum):
@@ -98,11 +98,11 @@ class Kind(StrEnum):
     PROTEIN = "protein"
     DNA = "dna"
     RNA = "rna"
-    OTHER = "other"  # small molecules and ions: no chain, but atoms of one
+    OTHER = "other"  # small molecules and ions
 
 
 class Role(StrEnum):
-    """What a part of an item is to the complex."""
+    """The role of a part of an item in the complex."""
 
     RECEPTOR = "receptor"
     LIGAND = "ligand"
@@ -112,13 +112,13 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Chains of one structure file; no chains named means every polymer chain."""
+    """Chains of one structure file; without names all polymer chains."""
 
     role: Role
     path: str
     chains: tuple[str, ...] = ()
     model: int | None = None
-    optional: tuple[str, ...] = ()  # those of the chains that may be absent
+    optional: tuple[str, ...] = ()  # chains that may be absent
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON data."""
@@ -133,7 +133,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One complex (or one sequence) of the data set, before anything of it was read."""
+    """One complex (or one sequence) of the data set, before its files are read."""
 
     id: str
     parts: tuple[Part, ...] = ()
@@ -142,10 +142,10 @@ class Item:
     split: str = ""
     cluster: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
-    origin: str = ""  # file and line that named it, for messages
+    origin: str = ""  # its file and line in the source, for messages
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data; by hand, as a data set has many of them."""
+        """Return plain JSON data; written by hand for speed, as a data set has many items."""
         plain = {
             "id": self.id,
             "parts": [part.to_json() for part in self.parts],
@@ -171,36 +171,36 @@ def _parts(data: Iterable[Mapping[str, Any]]) -> tuple[Part, ...]:
     )
 
 
-FROM_STEP = "from_step"  # a figure: the step of the checkpoint from which a training began
+FROM_STEP = "from_step"  # a figure: the step of the checkpoint from which a training started
 
 
 class EventKind(StrEnum):
     """What happened in a run."""
 
     RUN_STARTED = "run_started"
-    VISIT = "visit"  # a supervisor began to work
-    SUCCESSOR = "successor"  # the next visit is in the queue, and begins when this one is over
-    HANDED_OVER = "handed_over"  # a visit is over, and the next one waits for the jobs of tasks
-    WAITING = "waiting"  # jobs wait for what does not pass by itself
-    WAITED = "waited"  # and do so no longer
+    VISIT = "visit"  # a supervisor has started
+    SUCCESSOR = "successor"  # the next visit is in the queue and starts when this one has ended
+    HANDED_OVER = "handed_over"  # a visit has ended, and the next one waits for the jobs of tasks
+    WAITING = "waiting"  # jobs wait for something that needs a person
+    WAITED = "waited"  # that wait has ended
     STAGE_SUBMITTED = "stage_submitted"
-    JOB_SUBMITTING = "job_submitting"  # written before, so that a job whose id was lost is found by its tag
+    JOB_SUBMITTING = "job_submitting"  # written before submission, so that a job with a lost id is found by its tag
     JOB_SUBMITTED = "job_submitted"
     JOB_REFUSED = "job_refused"
-    TRIAL_ASKED = "trial_asked"  # a search chose the settings of its next point; its task comes after
+    TRIAL_ASKED = "trial_asked"  # a search has chosen the settings of its next point
     TRIAL_ENDED = "trial_ended"
     TASK_SPLIT = "task_split"
     TASK_GIVEN_UP = "task_given_up"
-    TASK_CANCELLED = "task_cancelled"  # by hand, and alone: the others go on
-    LEFT_OUT = "left_out"  # something that killed its task
+    TASK_CANCELLED = "task_cancelled"  # a user cancelled this task; the others continue
+    LEFT_OUT = "left_out"  # items that killed their task
     TASK_STARTED = "task_started"
     PROGRESS = "progress"
-    REFUSED = "refused"  # a part of an item could not be used, which only the work itself could tell
-    RESTARTED = "restarted"  # a training's processes begin again in their job: one of them died or hung
-    CAUGHT_UP = "caught_up"  # a start of a training has come further than the one before it
+    REFUSED = "refused"  # a part of an item was found unusable during the work
+    RESTARTED = "restarted"  # a training's processes restart in their job: one of them died or hung
+    CAUGHT_UP = "caught_up"  # a start of a training has passed the progress of the previous one
     TASK_FINISHED = "task_finished"
     TASK_FAILED = "task_failed"
-    TASK_ENDED = "task_ended"  # how an attempt ended: the verdict on what executor, worker and log say
+    TASK_ENDED = "task_ended"  # the verdict on an attempt
     STAGE_ENDED = "stage_ended"
     RUN_ENDED = "run_ended"
 
@@ -217,7 +217,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
-    """The node of this process among those of its task, and a name for this start of the task."""
+    """The index of this node within its task, and a name for this start of the task."""
 
     number: int = 0
     nodes: int = 1
@@ -225,7 +225,7 @@ class NodePlace:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> NodePlace:
-        """Read what the executor of an allocation says; by default a task has one node."""
+        """Read the variables that the executor of an allocation sets. Default: one node."""
         place, _, meeting = environment.get(NODE, "0/1").partition(" ")
         number, _, nodes = place.partition("/")
         return cls(int(number), int(nodes), meeting)
@@ -233,18 +233,18 @@ class NodePlace:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The rank of this process, the world size, and the start of the ranks that it belongs to."""
+    """The rank of this process, the world size, and the name of this start of the ranks."""
 
     rank: int
     world: int
-    local_rank: int = 0  # among those of its node
+    local_rank: int = 0  # rank within its node
     nodes: int = 1
-    meeting: str = ""  # the name of this start: no other of the same run has it
+    meeting: str = ""  # unique name of this start
     host: str = field(default_factory=socket.gethostname)
 
     @classmethod
     def parse(cls, part: str, meeting: str, nodes: int = 1) -> RankPlace:
-        """Parse our launcher's arguments: `1/3`, and a name for the start; as many ranks are on each node."""
+        """Parse our launcher's arguments: `1/3` and a name for the start; all nodes have equally many ranks."""
         rank, _, world = part.partition("/")
         if not (rank.isdigit() and world.isdigit() and int(rank) < int(world)):
             raise ValueError(f"`{part}` is not a rank and how many there are, as in 0/2")
@@ -252,9 +252,9 @@ class RankPlace:
 
     @classmethod
     def by_slurm(cls, environment: Mapping[str, str], attempt: int = 1) -> RankPlace | None:
-        """Return the place in a Slurm step of several tasks, None in any other.
+        """Return the rank in a Slurm step of several tasks, else None.
 
-        The variables of a step are read, not those of the job: these reach processes that no srun has started.
+        Read the variables of the step: those of the job also reach processes that srun has not started.
         """
         world = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
         if world == 1 or "SLURM_PROCID" not in environment:
@@ -272,38 +272,38 @@ class RankPlace:
 
 @dataclass(slots=True)
 class TaskReport:
-    """What a process says of its work on a task besides the outcomes that it yields."""
+    """The report of a process on its task, besides the outcomes that it yields."""
 
     figures: dict[str, float] = field(default_factory=dict)
-    warnings: dict[Hashable, str] = field(default_factory=dict)  # what people must know of, each in its newest words
-    ended_by: int = 0  # the signal by which the work ended, in order, before it was done; 0: none
-    moved: bool = False  # whether it came any further before
+    warnings: dict[Hashable, str] = field(default_factory=dict)  # key → the newest warning
+    ended_by: int = 0  # the signal that ended the work early, in good order; 0: none
+    moved: bool = False  # whether it made progress before that
 
 
 @dataclass(frozen=True, slots=True)
 class TaskContext:
-    """What the work on a task is given: its limits, its place among processes, and whom it reports to."""
+    """The context of the work on a task: its limits, its rank, and where to report."""
 
-    refuse: Callable[[str, Reason, str], None]  # the key in hex of what cannot be made, why, and the details
-    on: Callable[[Sequence[str]], None] = lambda _names: None  # names the items in work from now on
-    ending: Callable[[], int] = lambda: 0  # by which signal the process was asked to end; 0: by none
-    mem_bytes: int = 0  # of this task; 0: as configured
-    shrink: int = 0  # how often to halve the budget of a batch
-    careful: bool = False  # one thing at a time
+    refuse: Callable[[str, Reason, str], None]  # takes the key (hex) of a record, the reason, details
+    on: Callable[[Sequence[str]], None] = lambda _names: None  # takes the names of the items in work from now on
+    ending: Callable[[], int] = lambda: 0  # the signal that asked the process to end; 0: none
+    mem_bytes: int = 0  # memory of this task; 0: as configured
+    shrink: int = 0  # how often to halve the batch budget
+    careful: bool = False  # process one item at a time
     attempt: int = 1  # 1 is the first
-    place: RankPlace = field(default_factory=lambda: RankPlace(0, 1))  # of this process among those of the task
+    place: RankPlace = field(default_factory=lambda: RankPlace(0, 1))
     report: TaskReport = field(default_factory=TaskReport)
 
 
 @dataclass(frozen=True, slots=True)
 class ChainSummary:
-    """A polymer chain of a partner, or a molecule that was kept, as the inventory remembers it."""
+    """A polymer chain of a partner, or a kept molecule, in the inventory."""
 
     name: str
     kind: Kind
-    sequence: str  # what an encoder reads: observed residues or SEQRES, as configured
-    residues: int  # observed ones
-    nodes: int  # observed ones with the atoms a node needs
+    sequence: str  # the sequence for the encoder: observed residues or SEQRES
+    residues: int  # observed residues
+    nodes: int  # observed residues with the atoms that a node needs
     atoms: int
 
 
@@ -315,11 +315,11 @@ class Partner:
     content: str  # hex digest of the file's bytes; empty for a bare sequence
     chains: tuple[ChainSummary, ...]
     notes: Mapping[str, int] = field(default_factory=dict)
-    left_out: tuple[tuple[str, str, str, str], ...] = ()  # residues that are no nodes: chain, name, number, their atoms
+    left_out: tuple[tuple[str, str, str, str], ...] = ()  # residues that are not nodes: chain, name, number, atoms
 
     @property
     def residues(self) -> int:
-        """Count the observed residues."""
+        """The observed residues."""
         return sum(chain.residues for chain in self.chains)
 
     @property
@@ -335,7 +335,7 @@ class Partner:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What scanning found in one item; or why it was left out."""
+    """The result of scanning one item, or why it was rejected."""
 
     partners: tuple[Partner, ...] = ()
     bound: tuple[Partner, ...] = ()
@@ -343,7 +343,7 @@ class Inventory:
     detail: str = ""
 
     def sides(self) -> list[tuple[str, Partner]]:
-        """Return the partners, and those of the bound structures, with the names by which people know them."""
+        """Return the partners, and those of the bound structures, with names for people."""
         bound = ((f"bound {partner.role.value}", partner) for partner in self.bound)
         return [*((partner.role.value, partner) for partner in self.partners), *bound]
 

@@ -1,4 +1,4 @@
-"""The names of the workflow's stages; apart, as every command line needs them and nothing else of the records."""
+"""The names of the stages; in a module of their own, as every command needs them without other records."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ class StageName(StrEnum):
     VALIDATE = "validate"
     REGENERATE = "regenerate"
 
-    __str__ = str.__str__  # in texts, paths and commands it is its value
+    __str__ = str.__str__  # texts, paths and commands show the value

@@ -1,4 +1,4 @@
-"""Sizes, durations, lists and foreign text as people read them."""
+"""Formats sizes, durations, lists and foreign text for people."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 LEAST_HOURS = 0.01
-SHOWN_LENGTH = 80  # characters of a foreign text
+SHOWN_LENGTH = 80  # most characters of a foreign text
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(count: float, *, above: float = -1) -> str:
-    """Return bytes in the unit that suits them: 512 B, 1.5 KiB, 340 MiB, 23.5 GiB.
+    """Format bytes: 512 B, 1.5 KiB, 340 MiB, 23.5 GiB.
 
-    `above`: a smaller count, from which the text has to differ.
+    The text differs from that of the smaller count `above`.
     """
     if above >= 0 and format_bytes(above) == format_bytes(count):
         return f"{count:,.0f} B (above {above:,.0f} B)"
@@ -28,7 +28,7 @@ def format_bytes(count: float, *, above: float = -1) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration in the units that suit it: 4.2 s, 3 min 07 s, 2 h 15 min."""
+    """Format a duration: 4.2 s, 3 min 07 s, 2 h 15 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     if seconds < 3600:
@@ -37,13 +37,13 @@ def format_seconds(seconds: float) -> str:
 
 
 def short_bytes(count: float) -> str:
-    """Return bytes for a table: 512B, 1.5K, 340M, 23.5G."""
+    """Format bytes for a table: 512B, 1.5K, 340M, 23.5G."""
     value, unit = format_bytes(count).split()
     return value + unit[0]
 
 
 def short_seconds(seconds: float) -> str:
-    """Return a duration for a table: 4.2s, 51s, 3m 07s, 12m, 2h, 2h 15m."""
+    """Format a duration for a table: 4.2s, 51s, 3m 07s, 12m, 2h, 2h 15m."""
     if seconds < 9.95:
         return f"{seconds:.1f}s"
     whole = round(seconds)
@@ -55,17 +55,17 @@ def short_seconds(seconds: float) -> str:
 
 
 def hours_text(count: float) -> str:
-    """Return hours for people."""
+    """Format hours."""
     return f"{count:,.2f}" if count >= LEAST_HOURS else f"<{LEAST_HOURS}"
 
 
 def printable_text(text: str) -> str:
-    """Return untrusted text fit for printing: shortened, control characters escaped."""
+    """Make untrusted text printable: clip it and escape control characters."""
     cut = text if len(text) <= SHOWN_LENGTH else text[: SHOWN_LENGTH - 1] + "…"
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)
 
 
 def first_few(names: Iterable[str], most: int = 12) -> str:
-    """Return the first few names, and how many more there are."""
+    """Format the first few names and the number of the others."""
     known = list(names)
     return ", ".join(known[:most]) + (f" and {len(known) - most:,} more" if len(known) > most else "")

@@ -1,4 +1,4 @@
-"""Waiting for something outside this process, and having signals wait for what must not end halfway."""
+"""Waits for events outside this process, and delays signals during critical sections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # some before a time limit
+ENDING = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)  # SIGUSR2: before a time limit
 
 T = TypeVar("T")
 
@@ -20,7 +26,7 @@ T = TypeVar("T")
 def wait_for(
     look: Callable[[], T], within_s: float, every_s: float, *, sleep: Callable[[float], None] = time.sleep
 ) -> T:
-    """Call until the answer is true or the time is up; return the last answer."""
+    """Call a function until its answer is true or the time is up; return the last answer."""
     until = time.monotonic() + within_s
     while not (answer := look()):
         left_s = until - time.monotonic()
@@ -32,7 +38,7 @@ def wait_for(
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Delay signals that ask to end, so that none interrupts what must not end halfway."""
+    """Delay signals that ask to end while the block runs."""
     arrived: list[int] = []
     handlers = {}
 
@@ -40,7 +46,7 @@ def signals_held() -> Iterator[None]:
         arrived.append(number)
 
     try:
-        if threading.current_thread() is threading.main_thread():  # signals raise nowhere else
+        if threading.current_thread() is threading.main_thread():  # handlers run only in the main thread
             for number in ENDING:
                 if callable(signal.getsignal(number)):
                     handlers[number] = signal.signal(number, hold)

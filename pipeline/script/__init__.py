@@ -1,1 +1,1 @@
-"""`train.command`: a training script of the user's, run in place of a task and followed as its processes."""
+"""`train.command`: runs a user's training script in place of a task."""

@@ -1,11 +1,11 @@
-"""The largest micro-batch with which a script of one's own runs: found by running it, and remembered.
+"""Finds the largest micro-batch of a user's script by running it, and remembers the answer.
 
-A command is as in `train.command`, with {micro_batch} for the size to find. It starts its ranks itself (torchrun, srun,
-accelerate), so where memory ends on any of them the size does not fit: on unequal cards the smallest decides. A size
-fits if the command ends well with it. It also fits if the command has printed `pipeline: {"step": n}` often enough, or
-has run for the allowed time; then it gets a SIGTERM.
+The command is as in `train.command`, with {micro_batch} for the size to find. It starts its ranks itself (torchrun,
+srun, accelerate), so a size does not fit if any rank runs out of memory: among unequal GPUs the smallest decides. A
+size fits if the command succeeds. It also fits if the command has printed `pipeline: {"step": n}` often enough, or has
+run for the allowed time; then it gets a SIGTERM.
 
-What was found is remembered beside the project, under the command, the files that it names, the cards and torch.
+The answer is kept next to the project, under the command, the files that it names, the GPUs and torch.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 WHERE = "pipeline find-batch"
-FOLDER = ".pipeline-tune"  # in the current folder: remembered answers, and the output of the last try
-CLOSE = 16  # the answer is within a sixteenth of the best
+FOLDER = ".pipeline-tune"  # in the current folder: the answers, and the output of the last try
+CLOSE = 16  # precision of the answer: a sixteenth
 LAST_LINES = 5
-SILENT_S = 60.0  # without a line of a step, after which that is said
+SILENT_S = 60.0  # seconds without a step before a note is printed
 
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """A size that was tried, and why it did not fit."""
+    """A tried size, and why it did not fit."""
 
     micro_batch: int
     fits: bool
@@ -52,9 +52,9 @@ class Try:
 
 
 def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the largest of ascending sizes that fits, to within a sixteenth; None where none does.
+    """Return the largest of ascending sizes that fits, to within a sixteenth, or None.
 
-    Sizes are halved from the largest down until one fits, for it is mostly the start that takes time.
+    Halve from the largest size down until one fits: most of the time goes into starting.
     """
     too_large, size = len(sizes), len(sizes) - 1
     while not fits(sizes[size]):
@@ -81,7 +81,7 @@ def find_batch(
     on_try: Callable[[Try], None] = lambda _: None,
     waits: Callable[[int], None] = lambda _: None,
 ) -> tuple[int, bool]:
-    """Return the largest micro-batch of ascending sizes with which a command runs, and whether it was remembered.
+    """Return the largest micro-batch among ascending sizes that a command can run, and whether it was remembered.
 
     `waits` is called with a size whose script has printed no step for a minute.
     """
@@ -110,14 +110,14 @@ def find_batch(
 
 
 def _asked(script: Script, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return all that decides an answer, as far as is known here."""
+    """Return everything known here that an answer depends on."""
     files = [sha256(Path(word).read_bytes()).hexdigest() if Path(word).is_file() else "" for word in script.words]
     machine = [card_names(), os.environ.get("SLURM_JOB_PARTITION"), version("torch")]
     return {"words": script.words, "files": files, "sizes": repr(sizes), "machine": machine}
 
 
 def _tried(script: Script, size: int, steps: int, seconds: float, waits: Callable[[int], None]) -> Try:
-    """Run the command with a size, and find out whether it fits; raise where it fails for another reason."""
+    """Run the command with a size to find out whether it fits; raise if it fails for another reason."""
     Path(FOLDER).mkdir(exist_ok=True)
     log, begun_s = Path(FOLDER, "last.log"), time.monotonic()
     silence = Timer(SILENT_S, waits, [size])
@@ -126,7 +126,7 @@ def _tried(script: Script, size: int, steps: int, seconds: float, waits: Callabl
     def note_step(figures: Mapping[str, float]) -> None:
         silence.cancel()
         if figures.get(STEP, 0) >= steps:
-            os.kill(os.getpid(), signal.SIGTERM)  # it is passed on to the script while that runs, and ends it
+            os.kill(os.getpid(), signal.SIGTERM)  # while the script runs, it gets the Ctrl-C and ends
 
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as out:
         place = Path(folder)

@@ -1,23 +1,22 @@
-"""A user's own training script (`train.command`): its command line, and the environment of each of its processes.
+"""A user's training script (`train.command`): its command line, and the environment of each of its processes.
 
-The command is split into words as a shell would, and no shell is ever used: a value that fills a placeholder stays in
-its word.
+The command is split into words like in a shell, but no shell runs it: a value that fills a placeholder stays one word.
 Placeholders are the fields of `Values`; `{{` and `}}` are braces.
 
-Processes. As torchrun starts them: one for each GPU, each of which sees all GPUs of its node and gets its place by
-RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a single process gets none of them, as if started by
-hand). So a script that runs under torchrun runs here as it is. A command that names {processes} or {gpus} starts its
-processes itself (torchrun, accelerate, Lightning, DataParallel): then it is started once on each node.
+Processes. Like torchrun, we start one process for each GPU. Each sees all GPUs of its node and gets its place in RANK,
+LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a single process gets none of them. So a script for torchrun runs
+unchanged. A command with {processes} or {gpus} starts its processes itself (torchrun, accelerate, Lightning,
+DataParallel); we then start it once on each node.
 
-Batches. micro_batch * accumulation * ranks is effective_batch, always. The memory of a script cannot be predicted, so
-the first attempt has train.micro_batch where it is a number, else all of a rank's share of the step; after a GPU ran
-out of memory the next has the largest divisor of the share that is at most half, and more accumulation. So a command
-has to name {accumulation} (or {effective_batch}) beside {micro_batch}.
+Batches. micro_batch * accumulation * ranks is always effective_batch. The memory of a script cannot be predicted. So the
+first attempt uses train.micro_batch if it is a number, else the whole share of a rank. After a GPU ran out of memory,
+the next attempt uses the largest divisor of the share that is at most half as large, and more accumulation. So a command
+with {micro_batch} must also have {accumulation} or {effective_batch}.
 
-Folder. It runs in the folder of the configuration, and relative paths mean what they mean there. {output} is where its
-checkpoints belong: it is the same for every attempt, so a script that looks there for its last checkpoint goes on.
+Folder. The script runs in the folder of the configuration. {output} is the folder for its checkpoints, the same for
+every attempt: a script that looks there for its last checkpoint continues.
 
-How it ends, and is asked to end: see `script_process`.
+`script_process` explains how a script ends and how it is asked to end.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ WHERE = "train.command"
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 OPERATORS = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "<", "2>", "2>&1", "&>"})
-LAUNCHING = frozenset({"processes", "gpus"})  # a command that names one of them starts a node's processes itself
-RANK_NAMES = (  # what torchrun sets
+LAUNCHING = frozenset({"processes", "gpus"})  # a command with one of them starts the processes of a node itself
+RANK_NAMES = (  # variables of torchrun
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
 )
@@ -56,11 +55,11 @@ class Script:
     """A command, split into words, with its placeholders."""
 
     words: tuple[str, ...]
-    names: frozenset[str]  # of the placeholders in it
+    names: frozenset[str]  # its placeholders
 
     @property
     def launches(self) -> bool:
-        """Whether it starts the processes of a node itself."""
+        """Whether it starts the processes of a node."""
         return bool(self.names & LAUNCHING)
 
 
@@ -71,9 +70,9 @@ class Values:
     effective_batch: int
     micro_batch: int
     accumulation: int
-    ranks: int = 1  # over all nodes
+    ranks: int = 1  # of all nodes
     rank: int = 0
-    local_rank: int = 0  # on its node
+    local_rank: int = 0  # rank on its node
     processes: int = 1  # of a node
     gpus: int = 0  # of a node
     nodes: int = 1
@@ -93,7 +92,7 @@ KNOWN = tuple(field.name for field in fields(Values))
 
 
 def parse_command(command: str) -> Script:
-    """Parse a command; raise ConfigError for one that cannot be run."""
+    """Parse a command; raise ConfigError if it cannot be run."""
     try:
         split = tuple(shlex.split(command))
     except ValueError as error:
@@ -105,7 +104,7 @@ def parse_command(command: str) -> Script:
 
 
 def _refuse_shell(split: tuple[str, ...]) -> None:
-    """Refuse shell syntax: without a shell it would be passed on as words."""
+    """Refuse shell syntax: no shell would interpret it."""
     for word in split:
         if word in OPERATORS:
             raise _refused(f"has {word!r}, which needs a shell", "bash -c '…'")
@@ -127,7 +126,7 @@ def _names(word: str) -> Iterator[str]:
 
 
 def process_words(script: Script, values: Values) -> list[str]:
-    """Return the command line of one process; refuse a command that would train with another batch."""
+    """Return the command line of one process; refuse a command that would change the batch size of a step."""
     refuse_other_batch(script, values.micro_batch, values.accumulation)
     texts = {name: _text(value) for name, value in asdict(values).items()}
     return [PLACEHOLDER.sub(lambda match: _filled(match, texts), word) for word in script.words]
@@ -139,12 +138,12 @@ def _text(value: str | float | Path) -> str:
 
 
 def _filled(match: re.Match[str], texts: Mapping[str, str]) -> str:
-    """Return what a placeholder stands for."""
+    """Return the text of a placeholder."""
     return texts[match[1]] if match[1] is not None else match[0][0]
 
 
 def refuse_other_batch(script: Script, micro_batch: int, accumulation: int) -> None:
-    """Refuse a command that ignores accumulation where there is some: its steps would have fewer items."""
+    """Refuse a command that ignores a necessary accumulation: its steps would have too few items."""
     if accumulation > 1 and "micro_batch" in script.names and not script.names & {"accumulation", "effective_batch"}:
         what = f"names {{micro_batch}} (now {micro_batch}) and not {{accumulation}} (now {accumulation})"
         raise _refused(what, SMALLER)
@@ -153,8 +152,8 @@ def refuse_other_batch(script: Script, micro_batch: int, accumulation: int) -> N
 def batches(effective_batch: int, ranks: int, micro_batch: int | str, shrink: int = 0) -> tuple[int, int]:
     """Return micro_batch and accumulation with which a step has exactly `effective_batch` items.
 
-    `shrink` counts how often memory was too small: each time it is the largest divisor of a rank's share that
-    is at most half of what it was.
+    `shrink` counts how often memory was too small: each time, micro_batch becomes the largest divisor of a rank's
+    share that is at most half of the previous one.
     """
     share, remainder = divmod(effective_batch, ranks)
     if remainder:
@@ -175,7 +174,7 @@ def batches(effective_batch: int, ranks: int, micro_batch: int | str, shrink: in
 
 
 def refuse_blind(script: Script, shrink: int) -> None:
-    """Refuse to retry after GPU memory ran out if the command names no micro-batch, which could be smaller."""
+    """Refuse to retry after GPU memory ran out if the command does not name {micro_batch}."""
     if shrink and "micro_batch" not in script.names:
         what = "the GPU ran out of memory, and the command does not contain {micro_batch} to reduce"
         raise PlanInfeasible(what, where=WHERE, remedy=SMALLER)
@@ -187,7 +186,7 @@ def script_environment(
     """Return the environment of a script: ours, with the rank variables of torchrun."""
     kept = {name: value for name, value in base.items() if name not in RANK_NAMES}
     variables = {
-        "PYTHONUNBUFFERED": "1",  # its output is seen at once
+        "PYTHONUNBUFFERED": "1",  # so that output appears at once
         "PIPELINE_RUN": _text(values.run),
         "PIPELINE_OUTPUT": _text(values.output),
         "PIPELINE_CONFIG": _text(values.config),
@@ -199,7 +198,7 @@ def script_environment(
 
 
 def _place(values: Values) -> dict[str, str]:
-    """Return torchrun's variables; by the last of them Lightning knows that it is not to start processes."""
+    """Return torchrun's variables; the last one keeps Lightning from starting processes."""
     places = (
         *(values.rank, values.ranks, values.local_rank, values.processes, values.node, values.nodes),
         *(values.master_address, values.master_port, f"{values.run.name}-{values.attempt}"),
@@ -209,10 +208,10 @@ def _place(values: Values) -> dict[str, str]:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Keep a free port of this machine for a script's rank 0, until the script has ended.
+    """Reserve a free port of this machine for a script's rank 0, until the script has ended.
 
-    The socket is bound and does not listen: no other process gets the port, and torch's store, which also
-    sets SO_REUSEADDR, can listen on it.
+    The socket is bound but does not listen: no other process gets the port, but torch's store can listen on it, as it
+    also sets SO_REUSEADDR.
     """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -221,7 +220,7 @@ def reserved_port() -> Iterator[int]:
 
 
 def _divisor(share: int, most: int) -> int:
-    """Return the largest divisor of a share that is at most this."""
+    """Return the largest divisor of a share up to `most`."""
     return next((divisor for divisor in range(min(most, share), 0, -1) if share % divisor == 0), 1)
 
 

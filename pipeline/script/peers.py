@@ -1,7 +1,7 @@
-"""The processes of a script on all nodes: they meet, one that fails ends the others, and they are done when all are.
+"""Connects the processes of a script on all nodes: a failed one ends the others, and none is done before all are.
 
-They meet and watch over each other as the ranks of a training do (`training.ranks.rank_monitor`), except that a script
-never counts as hung: it need not say how far it is.
+They meet and monitor each other like the ranks of a training (`training.ranks.rank_monitor`), but a script never counts
+as hung, because it need not report progress.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from pipeline.records import RankPlace
 
 PATIENT = HangLimits(hang_s=math.inf, slow_s=math.inf, grace_s=math.inf)
-DONE, ALL_DONE = "its script is done", "all are done"  # the latter says rank 0
+DONE, ALL_DONE = "its script is done", "all are done"  # only rank 0 knows the port
 REASON_WITHIN_S, LOOK_EVERY_S = 3.0, 0.1
 
 
 class Peers:
-    """The other processes of a script, as one of them sees them."""
+    """The other processes of a script."""
 
     def __init__(self, place: RankPlace, folder: Path, port: int) -> None:
-        """Meet them through a folder that all see; rank 0's `port` is where their scripts meet."""
+        """Meet them through a shared folder; their scripts meet at rank 0's `port`."""
         self.place, self._monitor = place, RankMonitor(place, PATIENT)
         met = self._monitor.start(folder if place.world > 1 else None, {"port": port}, COME_WITHIN_S)
         self.port = int(met.shared.get("port", port))
@@ -40,7 +40,7 @@ class Peers:
         return self._monitor.has_lost
 
     def are_all_done(self, ending: Callable[[], int]) -> bool:
-        """Wait, as one that is done, until all are or one is not: it was lost, or has left to go on later."""
+        """Wait until all are done, or until one was lost or left to continue later."""
         is_first, others = self.place.rank == 0, self.place.world - 1 if self.place.rank == 0 else 1
         awaited = DONE if is_first else ALL_DONE
         self._say(DONE)
@@ -60,7 +60,7 @@ class Peers:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Leave; with a reason if this process failed, which ends the others."""
+        """Leave; a failure of this process ends the others."""
         self._monitor.leave(getattr(error, "for_others", str(error)) if isinstance(error, Exception) else "")
         self._monitor.close()
 

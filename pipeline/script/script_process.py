@@ -1,19 +1,18 @@
 """Runs a user's script: passes its output and signals on, and finds out why it ended.
 
-The contract with a script, all of it optional:
+The contract with a script; all of it is optional:
 
-Asked to end. SIGUSR2 comes some time before the time limit, SIGTERM at a cancellation or preemption; either may come
-more than once. They reach those of its processes that listen for them, so a wrapper or a data worker that does not is
-not killed by a warning; a SIGTERM without a listener goes to all. Exit 75, or exit 0 after a signal it listened
-for, means "saved, start me again"; any other end after one counts as ended by it, and the scheduler's word says what
-follows.
+Requests to end. SIGUSR2 comes some time before the time limit, SIGTERM at a cancellation or preemption; both may come
+more than once. They go only to those of its processes that handle them, so a warning does not kill a wrapper or a data
+worker. A SIGTERM that no process handles goes to all. Exit 75, or exit 0 after a handled signal, means "saved, restart
+me". Any other exit after a request counts as ended by it.
 
-Ending. Exit 0 is success, whatever was printed: a script that survives running out of memory has not failed. Any other
-end is searched for the reason: its last lines on memory (a GPU's, or the host's) or a full disk, as `cluster.verdict`
-knows them, and a SIGKILL at the limit or counted by the kernel. Processes that it leaves behind are ended.
+Ends. Exit 0 is success, whatever was printed: the script may have survived running out of memory. For any other exit we
+search its last lines for out of memory (GPU or host) or a full disk, as `cluster.verdict` does. A SIGKILL at the memory
+limit, or counted by the kernel, means out of memory. Processes that it leaves behind are ended.
 
-Progress. A line `pipeline: {"step": 10, "loss": 0.5}` on its stdout gives figures for `pipeline status`, where finite
-numbers are taken; "step" tells how far it came, which distinguishes an attempt with progress from one that is stuck.
+Progress. A line `pipeline: {"step": 10, "loss": 0.5}` on stdout sets figures for `pipeline status`; only finite numbers
+count. "step" shows whether an attempt makes progress or is stuck.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ if TYPE_CHECKING:
 PREFIX = "pipeline: {"
 STEP = "step"
 READ_BYTES = 1 << 16
-LINE_MOST, LINES_MOST = 2000, 300  # of its output that is kept
-PARTIAL_MOST = 1 << 16  # of a line that does not end
+LINE_MOST, LINES_MOST = 2000, 300  # lines of output kept
+PARTIAL_MOST = 1 << 16  # most bytes of a line without an end
 LOOK_EVERY_S, MEASURE_EVERY_S = 0.1, 1.0
-LINGER_S = 30.0  # for processes that are still saving after a script was asked to end; as long as Slurm gives
-DEAF_S = 10.0  # after a SIGTERM that comes because it is late, or another process failed
+LINGER_S = 30.0  # time to save after a request to end, as with Slurm
+DEAF_S = 10.0  # time after a SIGTERM for a late script or after a peer's failure
 KILLED_CODE = SIGNALLED + signal.SIGKILL
-OURS = REFUSALS.keys() - {ConfigError.exit_code}  # which is anybody's for a wrong command line
+OURS = REFUSALS.keys() - {ConfigError.exit_code}  # 2: any program uses it for a wrong command line
 KIB = 1024  # the unit of getrusage
 TROUBLES = {Cause.GPU_OOM: "gpu_oom", Cause.HOST_OOM: "host_oom", Cause.DISK: "disk_full"}
 EXCEPTION = re.compile(r"(?:\[rank\d+\]: ?)?[A-Za-z_][\w.]*(?:Error|Exception)\b")
@@ -76,17 +75,17 @@ class ScriptOutcome:
     """How a script ended."""
 
     exit_code: int | None
-    signal: int | None = None  # that ended it
-    handled_signal: int | None = None  # the last signal to end that one of its processes listened for
-    trouble: str = ""  # gpu_oom, host_oom, disk_full; or nothing that is known
-    reason: str = ""  # the line that says so
+    signal: int | None = None  # the signal that ended it
+    handled_signal: int | None = None  # the last request to end that one of its processes handled
+    trouble: str = ""  # gpu_oom, host_oom, disk_full, or empty
+    reason: str = ""  # the line with the reason
     last_lines: tuple[str, ...] = ()
     peak_rss_bytes: int = 0
     figures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def goes_on(self) -> bool:
-        """Whether it wants to be started again."""
+        """Whether it asks to be restarted."""
         return self.exit_code == GO_ON or (self.exit_code == 0 and self.handled_signal is not None)
 
     @property
@@ -95,14 +94,14 @@ class ScriptOutcome:
 
     @property
     def code(self) -> int:
-        """The exit code of the task: 75 to go on, 128 and the signal, or the script's where that is none of ours."""
+        """The exit code of the task: 75 to continue, 128 plus a signal, or the script's unless it is one of ours."""
         if self.goes_on:
             return GO_ON
         if self.handled_signal is not None and not self.trouble:
             return SIGNALLED + self.handled_signal
         if self.signal is not None:
             return SIGNALLED + self.signal
-        return 1 if self.exit_code in OURS else self.exit_code or 0  # 4 from a script tells of no damaged cache
+        return 1 if self.exit_code in OURS else self.exit_code or 0  # a script's 4 does not mean a damaged cache
 
     @property
     def step(self) -> int:
@@ -111,7 +110,7 @@ class ScriptOutcome:
 
     @property
     def what(self) -> str:
-        """How it ended, and why as far as is known, in words."""
+        """How and why it ended, in words."""
         if self.signal is not None:
             ended = f"the script was killed by {named_signal(self.signal)}"
         else:
@@ -132,10 +131,10 @@ def run_script(
     longest_s: float = math.inf,
     is_lost: Callable[[], bool] = lambda: False,
 ) -> ScriptOutcome:
-    """Run a script to its end; its output goes to `out` and `err` as it comes. To be called in the main thread.
+    """Run a script to its end, in the main thread; pass its output on to `out` and `err`.
 
-    `mem_bytes` is the memory of the task, which shows whether a kill was for memory. After `longest_s`, or once it
-    `is_lost`, the script gets a SIGTERM.
+    `mem_bytes`, the memory of the task, shows whether a kill was for memory. After `longest_s`, or when it `is_lost`,
+    the script gets a SIGTERM.
     """
     with _signals() as arrived, closing(_Process(words, environment, cwd, (out, err), on_figures)) as process:
         process.follow(arrived, time.monotonic() + longest_s, is_lost)
@@ -144,7 +143,7 @@ def run_script(
 
 @contextmanager
 def _signals() -> Iterator[int]:
-    """Turn signals to end into bytes in a pipe, whose reading end is yielded."""
+    """Turn requests to end into bytes in a pipe; yield its reading end."""
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def take(number: int, _frame: object) -> None:
@@ -152,7 +151,7 @@ def _signals() -> Iterator[int]:
 
     before = {}
     try:
-        if threading.current_thread() is threading.main_thread():  # no other can set handlers
+        if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
             before = {number: signal.signal(number, take) for number in FORWARDED}
         yield read
     finally:
@@ -163,7 +162,7 @@ def _signals() -> Iterator[int]:
 
 
 class _Output:
-    """An output stream of a script, which is passed on and cut into lines."""
+    """An output stream of a script: passed on, and split into lines."""
 
     def __init__(self, pipe: int, onward: int, take: Callable[[str], None]) -> None:
         self.pipe = pipe
@@ -222,7 +221,7 @@ class _Process:
         self._outputs = [_Output(stdout, onward[0], self._take_out), _Output(stderr, onward[1], self._take)]
 
     def follow(self, arrived: int, ends_at: float, is_lost: Callable[[], bool]) -> None:
-        """Pass on output and signals until the script and its descendants have ended; ask it to end in time."""
+        """Pass on output and signals until the script and its descendants have ended; request its end in time."""
         with selectors.DefaultSelector() as selector:
             selector.register(arrived, selectors.EVENT_READ)
             for output in self._outputs:
@@ -230,7 +229,7 @@ class _Process:
             while not self._has_exited():
                 now = time.monotonic()
                 if self._kill_at == math.inf and (now >= ends_at or is_lost()):
-                    os.kill(os.getpid(), signal.SIGTERM)  # it arrives as from a scheduler
+                    os.kill(os.getpid(), signal.SIGTERM)  # as if from a scheduler
                     self._kill_at = now + DEAF_S
                 if now >= self._kill_at:
                     send(signal.SIGKILL, self._pids())
@@ -245,7 +244,7 @@ class _Process:
         self._end_the_rest()
 
     def _pass_signals(self, arrived: int) -> None:
-        """Send signals that have arrived to its processes that handle them."""
+        """Send received signals to those of its processes that handle them."""
         for number in os.read(arrived, READ_BYTES):
             pids = self._pids()
             listening = [pid for pid in pids if _listens(pid, number)]
@@ -258,7 +257,7 @@ class _Process:
         """Tell whether its first process has exited, without reaping it, so that its pid is not reused."""
         exited = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if exited is not None and exited.si_code != os.CLD_EXITED and exited.si_status in FORWARDED:
-            self._told = exited.si_status  # the scheduler signals all processes, and this one has no handler
+            self._told = exited.si_status  # the scheduler signals all processes; this one has no handler
         return exited is not None
 
     def _pids(self) -> list[int]:
@@ -274,7 +273,7 @@ class _Process:
             self._measure_at = now + max(MEASURE_EVERY_S, 20 * (time.monotonic() - now))
 
     def _end_the_rest(self) -> None:
-        """Kill the processes that it leaves behind, after time to save if it was asked to end; read its last output."""
+        """Kill the processes left behind (after time to save, if it was asked to end); read the last output."""
         deadline = time.monotonic() + (LINGER_S if self._told is not None else 0.0)
         while (pids := self._pids()) and time.monotonic() < deadline:
             self._drain()
@@ -288,7 +287,7 @@ class _Process:
                 pass
 
     def _take_out(self, line: str) -> None:
-        """Take a line of stdout: figures, or text."""
+        """Process a line of stdout: figures or text."""
         figures = figures_in(line)
         if figures:
             self._figures.update(figures)
@@ -302,13 +301,15 @@ class _Process:
             self._lines.append(line.rstrip()[:LINE_MOST])
 
     def outcome(self, mem_bytes: int) -> ScriptOutcome:
-        """Reap it, and find out how it ended."""
+        """Reap it and find out how it ended."""
         own_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
         _, status, usage = os.wait4(self._pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        self._process.returncode = code  # so that Popen does not wait for it, too
+        self._process.returncode = code  # so that Popen does not wait for it
         its_bytes = usage.ru_maxrss * KIB
-        peak_bytes = max(self._peak_bytes, its_bytes if its_bytes > own_bytes else 0)  # a fork begins with its parent's
+        peak_bytes = max(
+            self._peak_bytes, its_bytes if its_bytes > own_bytes else 0
+        )  # a fork inherits its parent's peak
         lines = tuple(self._lines)
         exit_code, killed_by = (behind_launcher(code, lines), None) if code >= 0 else (None, -code)
         at_limit = count_oom_kills() > self._oom_kills or peak_bytes >= NEARLY * mem_bytes > 0
@@ -319,7 +320,7 @@ class _Process:
         return ScriptOutcome(exit_code, killed_by, self._told, trouble, reason, lines, peak_bytes, self._figures)
 
     def close(self) -> None:
-        """Close its streams; kill it if it still runs because of an error of ours."""
+        """Close its streams; kill it if it still runs after an error of ours."""
         if self._process.returncode is None:
             send(signal.SIGKILL, self._pids())
             self._process.wait()
@@ -358,7 +359,7 @@ def _listens(pid: int, number: int) -> bool:
 
 
 def figures_in(line: str) -> dict[str, float]:
-    """Return the finite numbers of a line of figures; nothing for any other line."""
+    """Return the finite numbers of a line of figures; empty for other lines."""
     if not line.startswith(PREFIX):
         return {}
     try:
@@ -371,9 +372,9 @@ def figures_in(line: str) -> dict[str, float]:
 def script_trouble(
     exit_code: int | None, killed_by: int | None, lines: Sequence[str], *, at_limit: bool
 ) -> tuple[str, str]:
-    """Return the resource that ran out when a script failed, and the line that says so; empty where unknown.
+    """Return the resource that ran out when a script failed, and the line with the message; empty if unknown.
 
-    A SIGKILL without a message counts as one for memory only where the memory was at its limit.
+    A SIGKILL without a message means out of memory only if the memory was at its limit.
     """
     ends = [(at, match) for at, line in enumerate(lines) if (match := LAUNCHER.search(line))]
     own_lines = lines[: ends[0][0]] if ends else lines
@@ -394,7 +395,7 @@ def behind_launcher(exit_code: int, lines: Sequence[str]) -> int:
 
 
 def _trouble(lines: Sequence[str]) -> tuple[str, str]:
-    """Return the trouble in the last lines or the last exception; it survived whatever is further up."""
+    """Return the trouble in the last lines or the last exception; the script survived earlier errors."""
     for text in ("\n".join(lines[-LAST_LINES:]), next((line for line in reversed(lines) if EXCEPTION.match(line)), "")):
         last = last_words(text)
         if last and last[0] in TROUBLES:
