@@ -8,10 +8,10 @@ LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a single process gets none 
 unchanged. A command with {processes} or {gpus} starts its processes itself (torchrun, accelerate, Lightning,
 DataParallel); we then start it once on each node.
 
-Batches. micro_batch * accumulation * ranks is always effective_batch. The memory of a script cannot be predicted. So the
-first attempt uses train.micro_batch if it is a number, else the whole share of a rank. After a GPU ran out of memory,
-the next attempt uses the largest divisor of the share that is at most half as large, and more accumulation. So a command
-with {micro_batch} must also have {accumulation} or {effective_batch}.
+Batches. micro_batch * accumulation * ranks is always effective_batch. The memory of a script cannot be predicted. So
+the first attempt uses train.micro_batch if it is a number, else the whole share of a rank. After a GPU ran out of
+memory, the next attempt uses the largest divisor of the share that is at most half as large, and more accumulation. So
+a command with {micro_batch} must also have {accumulation} or {effective_batch}.
 
 Folder. The script runs in the folder of the configuration. {output} is the folder for its checkpoints, the same for
 every attempt: a script that looks there for its last checkpoint continues.

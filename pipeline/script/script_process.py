@@ -307,9 +307,7 @@ class _Process:
         code = os.waitstatus_to_exitcode(status)
         self._process.returncode = code  # so that Popen does not wait for it
         its_bytes = usage.ru_maxrss * KIB
-        peak_bytes = max(
-            self._peak_bytes, its_bytes if its_bytes > own_bytes else 0
-        )  # a fork inherits its parent's peak
+        peak_bytes = max(self._peak_bytes, its_bytes if its_bytes > own_bytes else 0)  # a fork inherits our peak
         lines = tuple(self._lines)
         exit_code, killed_by = (behind_launcher(code, lines), None) if code >= 0 else (None, -code)
         at_limit = count_oom_kills() > self._oom_kills or peak_bytes >= NEARLY * mem_bytes > 0
