@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipeline.dataset import worklist
 from pipeline.records import Item
 from pipeline.store.store import in_chunks
-from pipeline.structures.scan_items import Seen, glance, look_up_items
+from pipeline.structures.scan_items import Seen, file_mark, look_up_items
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +57,7 @@ class ItemIndex:
                     self.inventories.add(project.graphs.recipe.key(seen.key), seen.key.hex())
                     self.items.add(seen.key, worklist.item_line(item))
             marks = (
-                ((glance(path, project.recipe), path) for item in items for path in project.recipe.paths(item))
+                ((file_mark(path, project.recipe), path) for item in items for path in project.recipe.paths(item))
                 if sample
                 else ()
             )

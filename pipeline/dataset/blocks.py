@@ -33,7 +33,7 @@ from pipeline.stage_names import StageName
 from pipeline.store.format.record import decode_record, encode_record
 from pipeline.store.store import WholeRecords, in_chunks
 from pipeline.structures.parsing.structure_files import parsers
-from pipeline.structures.scan_items import glances
+from pipeline.structures.scan_items import file_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from pipeline.journal.run_folder import RunFolder
     from pipeline.project.project import Project
-    from pipeline.structures.scan_items import Glances
+    from pipeline.structures.scan_items import FileStates
 
 FOLDER = ".found"  # of the runs
 KEPT = 12  # folders there, of the stages of all data sets and configurations
@@ -153,13 +153,13 @@ class DataBlocks:
         self._starts = self._starts or array("Q", [0])
         self._starts.append(end)
         items = [entry for _, entry in block if isinstance(entry, Item)]
-        self.digests.append(_digest((line for line, _ in block), glances(items, self._project.recipe)))
+        self.digests.append(_digest((line for line, _ in block), file_states(items, self._project.recipe)))
 
     def know(self, number: int, look: worklist.Look) -> KnownBlock:
         """Look up the items of a block; without a run, blocks come in order."""
         block = list(self._read(number))
         items = [entry for _, entry in block if isinstance(entry, Item)]
-        seen = glances(items, self._project.recipe)
+        seen = file_states(items, self._project.recipe)
         entries, scans = look.known([entry for _, entry in block], seen)
         refused = Counter(entry.reason.value for _, entry in block if isinstance(entry, Rejection))
         marks = dict.fromkeys(mark for mark in seen.marks.values() if isinstance(mark, bytes))
@@ -178,7 +178,7 @@ class DataBlocks:
         self._at = end
 
 
-def _digest(lines: Iterable[bytes], seen: Glances) -> bytes:
+def _digest(lines: Iterable[bytes], seen: FileStates) -> bytes:
     """Return the digest of a block; empty while a file is too recent for its times to tell."""
     digest = xxhash.xxh3_128()
     for line in lines:

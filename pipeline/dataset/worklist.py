@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipeline.records import Inventory, Reason, TaskContext
     from pipeline.store.cache_folder import CacheFolder
     from pipeline.store.users import WantedKeys
-    from pipeline.structures.scan_items import Glances, Seen
+    from pipeline.structures.scan_items import FileStates, Seen
 
 LOOKED_UP_AT_ONCE = 1024
 MOST_PER_TASK = 50_000  # items: a task's process holds some hundred bytes of each
@@ -306,11 +306,11 @@ class Look:
         self.left_out = left_out_items(folder, StageName.SCAN) | refused_parts(folder, StageName.SCAN)
 
     def known(
-        self, entries: Sequence[Item | Rejection], glanced: Glances | None = None
+        self, entries: Sequence[Item | Rejection], states: FileStates | None = None
     ) -> tuple[list[KnownItem | Rejection], bytearray]:
         """Look up each entry; return what the store knows of each, and the keys of the inventories that it has."""
         items, project = [entry for entry in entries if isinstance(entry, Item)], self._project
-        seen = look_up_items(items, project.recipe, project.shelves, glanced)
+        seen = look_up_items(items, project.recipe, project.shelves, states)
         if self._since_ns is not None:
             for at, item in enumerate(items):
                 if seen[at].inventory is None:

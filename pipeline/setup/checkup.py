@@ -41,7 +41,7 @@ from pipeline.stages.jobs import first_job, job_of
 from pipeline.stages.script import ScriptStage
 from pipeline.store.cache_folder import CacheFolder
 from pipeline.store.format.disk import lay_over
-from pipeline.structures.scan_items import glance
+from pipeline.structures.scan_items import file_mark
 from pipeline.structures.sources.data_source import items
 from pipeline.structures.sources.item_ids import unread_columns
 from pipeline.units import first_few, format_bytes
@@ -317,7 +317,7 @@ def _data(loaded: LoadedConfig) -> Iterator[CheckResult]:
     good = [item for item in listed if isinstance(item, Item)]
     bad = [item for item in listed if isinstance(item, Rejection)]
     recipe = scan_recipe_of(config)
-    absent = [path for item in good for path in recipe.paths(item) if isinstance(glance(path, recipe), Inventory)]
+    absent = [path for item in good for path in recipe.paths(item) if isinstance(file_mark(path, recipe), Inventory)]
     if not good:
         what = f"no usable item at {config.data.path}" + (f"; {bad[0].id}: {bad[0].detail}" if bad else "")
         yield refused_check("data", what, "pipeline config show   (see data.*)", exit_code=3)

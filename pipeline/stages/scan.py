@@ -46,7 +46,7 @@ from pipeline.stage_names import StageName
 from pipeline.stages.census import Census, CensusTally, list_table, write_leaks
 from pipeline.stages.stage import Judged, Stage, add_blocks, wait_until_complete
 from pipeline.structures.inventory import plain_recipe
-from pipeline.structures.scan_items import glance, scan_items
+from pipeline.structures.scan_items import file_mark, scan_items
 from pipeline.structures.sources.item_ids import unread_columns
 from pipeline.training.items.item_table import KIND, ItemTable
 from pipeline.units import printable_text
@@ -155,7 +155,7 @@ def _is_named(known: KnownItem, project: Project) -> bool:
     only = project.only
     if known.key is not None:
         return only.names(StageName.SCAN, known.key)
-    marks = (glance(path, project.recipe) for path in project.recipe.paths(known.item))
+    marks = (file_mark(path, project.recipe) for path in project.recipe.paths(known.item))
     return (
         only.is_all
         or StageName.SCAN in only.whole_kinds

@@ -81,24 +81,24 @@ class Also(Protocol):
         """Write the results to disk."""
 
 
-class Glances(NamedTuple):
+class FileStates(NamedTuple):
     """The files of some items, and their present states."""
 
     paths: list[list[str]]  # of each item; a companion file may appear at any time
-    marks: dict[str, bytes | Inventory | None]  # as `glance` says of each file
+    marks: dict[str, bytes | Inventory | None]  # as `file_mark` says of each file
 
 
-def glances(items: Iterable[Item], recipe: ScanRecipe) -> Glances:
+def file_states(items: Iterable[Item], recipe: ScanRecipe) -> FileStates:
     """Return the files of some items, and their present states."""
     paths = [recipe.paths(item) for item in items]
-    return Glances(paths, {path: glance(path, recipe) for path in dict.fromkeys(chain.from_iterable(paths))})
+    return FileStates(paths, {path: file_mark(path, recipe) for path in dict.fromkeys(chain.from_iterable(paths))})
 
 
 def look_up_items(
-    items: Sequence[Item], recipe: ScanRecipe, shelves: ScanShelves, glanced: Glances | None = None
+    items: Sequence[Item], recipe: ScanRecipe, shelves: ScanShelves, states: FileStates | None = None
 ) -> list[Seen]:
     """Look each item up in the store, without reading structure files."""
-    paths, marks = glanced or glances(items, recipe)
+    paths, marks = states or file_states(items, recipe)
     files = _read_meta(shelves.files, {mark for mark in marks.values() if isinstance(mark, bytes)})
     known = {path: _content(files, mark, recipe) for path, mark in marks.items()}
     keys = [_key(item, recipe, {path: known[path] for path in own}) for item, own in zip(items, paths, strict=True)]
@@ -120,7 +120,7 @@ def look_again(item: Item, recipe: ScanRecipe, shelves: ScanShelves, since_ns: i
     return _seen(key, _read_meta(shelves.inventories, {key}).get(key))
 
 
-def glance(path: str, recipe: ScanRecipe) -> bytes | Inventory | None:
+def file_mark(path: str, recipe: ScanRecipe) -> bytes | Inventory | None:
     """Return the key of a file's state, why it cannot be used, or None while it is too recent for its times to tell."""
     try:
         state = stat_file(path, recipe.max_file_bytes)
@@ -190,7 +190,7 @@ class Scanner:
     published_s: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.kept = StructureFiles(lambda path: self._read(path, glance(path, self.recipe)), self.recipe.paths)
+        self.kept = StructureFiles(lambda path: self._read(path, file_mark(path, self.recipe)), self.recipe.paths)
 
     def scan(self, item: Item) -> Reason | None:
         """Store the inventory of an item; return the reason if it is left out."""
@@ -255,7 +255,7 @@ class Scanner:
 
     def _remember(self, path: str, mark: bytes | Inventory | None, meta: Mapping[str, Any]) -> None:
         """Record the content of a file, unless it may have changed since its mark was taken."""
-        if isinstance(mark, bytes) and mark not in self.seen and glance(path, self.recipe) == mark:
+        if isinstance(mark, bytes) and mark not in self.seen and file_mark(path, self.recipe) == mark:
             self.seen.add(mark)
             if not _read_meta(self.shelves.files, {mark}):  # it exists if only the inventory was lost
                 self.files.put(mark, {}, meta)

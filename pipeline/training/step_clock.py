@@ -24,13 +24,13 @@ T = TypeVar("T")
 FORWARD, BACKWARD, REDUCE, UPDATE = "forward", "backward", "reduce", "update"
 MODEL_WORK = (FORWARD, BACKWARD, REDUCE, UPDATE)  # what a step is for
 READ, COPY, WEIGH = "read", "copy", "weigh"  # reading includes `collate`
-WORDS, OBSERVE, CHECKPOINT, VALIDATE, OTHER = "words", "observe", "checkpoint", "validate", "other"
-NOT_OWN = (WORDS, REDUCE, UPDATE, OBSERVE, CHECKPOINT, VALIDATE)  # waits for others, or is no part of a step
+EXCHANGE, OBSERVE, CHECKPOINT, VALIDATE, OTHER = "words", "observe", "checkpoint", "validate", "other"
+NOT_OWN = (EXCHANGE, REDUCE, UPDATE, OBSERVE, CHECKPOINT, VALIDATE)  # waits for others, or is no part of a step
 LABELS = {
     READ: "waiting for data",
     COPY: "copying to the device",
     WEIGH: "computing loss weights",
-    WORDS: "waiting for other ranks",
+    EXCHANGE: "waiting for other ranks",
     OBSERVE: "logs",
     CHECKPOINT: "checkpoint",
     VALIDATE: "validation",

@@ -28,7 +28,7 @@ from pipeline.store.maintenance.shard_plans import Live
 from pipeline.store.store import in_chunks
 from pipeline.store.users import User, register, registered, sorted_keys, who_am_i
 from pipeline.structures.inventory import plain_recipe
-from pipeline.structures.scan_items import glance, look_up_items
+from pipeline.structures.scan_items import file_mark, look_up_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -321,7 +321,7 @@ def _take(
     items = [entry for entry in chunk if isinstance(entry, Item)]
     need.items += len(items)
     for path in dict.fromkeys(path for item in items for path in project.recipe.paths(item)):
-        mark = glance(path, project.recipe)
+        mark = file_mark(path, project.recipe)
         need.files += mark if isinstance(mark, bytes) else b""
     inventories = []
     for item, seen in zip(items, look_up_items(items, project.recipe, project.shelves), strict=True):

@@ -35,7 +35,7 @@ from pipeline.structures.atoms import UnusableInput
 from pipeline.structures.inventory import item_key, item_subject, plain_recipe
 from pipeline.structures.parsing.amber import coordinates_beside
 from pipeline.structures.parsing.structure_files import item_paths, read_file
-from pipeline.structures.scan_items import glance
+from pipeline.structures.scan_items import file_mark
 from pipeline.views.stage_states import explain_training
 from pipeline.views.why import (
     Because,
@@ -239,7 +239,7 @@ def _scan(project: Project, item: Item, listed: Listed) -> tuple[Because, Invent
 
 def _file(project: Project, path: str, earlier: tuple[str, ...], run: str) -> FileFound:
     """Read a file of an item as the scan does."""
-    mark = glance(path, project.recipe)
+    mark = file_mark(path, project.recipe)
     if isinstance(mark, Inventory):
         return FileFound(path, refused=f"{mark.reason.value}: {mark.detail}" if mark.reason else "")
     try:

@@ -174,7 +174,7 @@ class _Answers:
         self._counts_22 = np.zeros((2, 2), np.int64)  # by truth, and prediction
 
     def add(self, predicted_K: NDArray[Any], is_true_K: NDArray[np.bool_]) -> None:
-        """Add some answers, told as probabilities."""
+        """Add some answers, given as probabilities."""
         self._ranking.add(logits(predicted_K), is_true_K)
         np.add.at(self._counts_22, (is_true_K.astype(int), (predicted_K > self._threshold).astype(int)), 1)
 

@@ -161,7 +161,7 @@ class DamagedItems:
                 self.say(f"{error.what}: {error.item} is skipped")
             return self._skipped[error.item]
 
-    def news(self) -> list[str]:
+    def newly_skipped(self) -> list[str]:
         """Report the items that this rank skips since the last call, and return them."""
         with self._lock:
             new, self._new = self._new, []

@@ -179,7 +179,7 @@ def train(job: Job, before: int = 0) -> Generator[Reason | None, None, None]:
     finally:
         close(trainer)
     if job.damaged is not None:
-        job.damaged.news()  # of the last validation
+        job.damaged.newly_skipped()  # of the last validation
     job.context.report.ended_by = trainer.ended_by
 
 

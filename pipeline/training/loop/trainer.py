@@ -243,7 +243,7 @@ class Trainer:
         spent_s = sum(spent_s for name, spent_s in self.step.clock.seconds().items() if name not in NOT_OWN)
         report.own_s, self._spent_s = spent_s - self._spent_s, spent_s
         report.is_written = self.keeper.is_written
-        report.damaged += self.damaged.news() if self.damaged else []
+        report.damaged += self.damaged.newly_skipped() if self.damaged else []
 
     def _after_step(self, report: StepReport, metrics: dict[str, float | None] | None) -> None:
         """Adopt budgets, log, save and obey signals; `metrics` is None after a step that was left out."""
@@ -311,8 +311,8 @@ class Trainer:
             self._save(None, wait=True)
             self.ended_by = metrics
             return None
-        news = self.damaged.news() if self.damaged else []
-        if lost := {item for reply in self.ranks.exchange({"damaged": news}) for item in reply["damaged"]}:
+        skipped = self.damaged.newly_skipped() if self.damaged else []
+        if lost := {item for reply in self.ranks.exchange({"damaged": skipped}) for item in reply["damaged"]}:
             self._lose(lost)
         self.state.validated = self.done
         return metrics

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from pipeline.training.ranks import Said
+    from pipeline.training.ranks import Message
     from pipeline.training.step.exact_step import Piece
 
     LossOf: TypeAlias = Callable[[list[Any]], tuple[Tensor, Tensor | float]]
@@ -254,15 +254,15 @@ class ForeignRanks(Ranks):
         end_after_gloo()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         has_gloo = f"{CPU}:{dist.Backend.GLOO}" in dist.get_backend_config()
-        self._words = dist.group.WORLD if has_gloo else dist.new_group(backend=dist.Backend.GLOO)
-        self._sums = dist.group.WORLD if is_card(device) else self._words
+        self._gloo = dist.group.WORLD if has_gloo else dist.new_group(backend=dist.Backend.GLOO)
+        self._group = dist.group.WORLD if is_card(device) else self._gloo
 
-    def exchange(self, message: Said) -> list[Said]:
-        gather = partial(dist.all_gather, group=self._words)
+    def exchange(self, message: Message) -> list[Message]:
+        gather = partial(dist.all_gather, group=self._gloo)
         return exchange_json(message, self.world, lambda all_B, own_B: _unless_lost(partial(gather, all_B, own_B)))
 
     def add_up(self, tensors: Sequence[Tensor], buffer: Tensor | None = None) -> None:
-        reduce_in_pieces(tensors, lambda flat: _unless_lost(partial(dist.all_reduce, flat, group=self._sums)), buffer)
+        reduce_in_pieces(tensors, lambda flat: _unless_lost(partial(dist.all_reduce, flat, group=self._group)), buffer)
 
 
 def _unless_lost(call: Callable[[], Any]) -> Any:

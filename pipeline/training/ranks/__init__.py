@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Work
 
-    Said = Mapping[str, Any]  # JSON data
+    Message = Mapping[str, Any]  # JSON data
 
 PIECE_BYTES = REDUCED_BYTES  # tensors are added up in pieces of it; the plan has room for one
 LOST = PEER_LOST  # exit code: another rank is gone, so this one cannot go on
@@ -38,7 +38,7 @@ class Ranks:
 
     rank, world = 0, 1
 
-    def exchange(self, message: Said) -> list[Said]:
+    def exchange(self, message: Message) -> list[Message]:
         """Gather a JSON object from every rank, in the order of ranks."""
         return [json.loads(json.dumps(message))]  # as it would come from another
 

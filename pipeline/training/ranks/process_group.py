@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipeline.training.ranks import Said
+    from pipeline.training.ranks import Message
 
-LETTER_BYTES = 4096  # of each rank's message; if one is longer, a second round follows
+MESSAGE_BYTES = 4096  # of each rank's message; if one is longer, a second round follows
 LENGTH_BYTES = 8
 LOOK_EVERY_S = 1.0
 NEVER = timedelta(days=7)  # the rank monitor names who is lost; a timeout of torch would not
@@ -164,7 +164,7 @@ class ProcessGroup(MonitoredRanks):
         self._slow = 1  # the first step is a reason to be patient
         self._has_stepped = False
 
-    def exchange(self, message: Said) -> list[Said]:
+    def exchange(self, message: Message) -> list[Message]:
         def gather(all_B: list[Tensor], own_B: Tensor) -> None:
             self.collective(lambda: dist.all_gather(all_B, own_B, async_op=True))
 
@@ -221,12 +221,12 @@ class ProcessGroup(MonitoredRanks):
             self._note(activity)
 
 
-def exchange_json(message: Said, world: int, gather: Callable[[list[Tensor], Tensor], object]) -> list[Said]:
+def exchange_json(message: Message, world: int, gather: Callable[[list[Tensor], Tensor], object]) -> list[Message]:
     """Return every rank's message; `gather` fills a tensor for each rank from each rank's own.
 
     torch's collectives of objects would unpickle what the other ranks send.
     """
-    text, size = json.dumps(message).encode(), LETTER_BYTES
+    text, size = json.dumps(message).encode(), MESSAGE_BYTES
     content = len(text).to_bytes(LENGTH_BYTES, "little") + text
     while True:
         own_B = torch.frombuffer(bytearray(content[:size].ljust(size, b"\0")), dtype=torch.uint8)

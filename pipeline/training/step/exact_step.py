@@ -29,7 +29,7 @@ from pipeline.memory.runtime.recovery import UNPLANNED, Governor, StepSnapshot
 from pipeline.training.loss_terms import added, sums_by_name
 from pipeline.training.ranks import PIECE_BYTES
 from pipeline.training.step.step import HOST, RUNGS, SKIP
-from pipeline.training.step_clock import OBSERVE, OTHER, READ, REDUCE, UPDATE, WEIGH, WORDS
+from pipeline.training.step_clock import EXCHANGE, OBSERVE, OTHER, READ, REDUCE, UPDATE, WEIGH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -349,7 +349,7 @@ class ExactStep:
                 raise ConfigError(problem, where="training", remedy="nn.Embedding(…, sparse=False)")
 
     def _exchange(self, message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        with self.step.clock.within(WORDS):
+        with self.step.clock.within(EXCHANGE):
             return self.ranks.exchange(message)
 
     # The share of this rank

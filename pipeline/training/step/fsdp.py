@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     from pipeline.protocol import Batch, Task
     from pipeline.training.items.batch import TaskBatch
-    from pipeline.training.ranks import Said
+    from pipeline.training.ranks import Message
     from pipeline.training.step.exact_step import RankShare, Weighed
     from pipeline.training.step.optimizers import StepSettings
     from pipeline.training.step.step import StepWatch
@@ -83,7 +83,7 @@ class ImaginedRanks(Ranks):
     def __init__(self, world: int) -> None:
         self.world = world
 
-    def exchange(self, message: Said) -> list[Said]:
+    def exchange(self, message: Message) -> list[Message]:
         return super().exchange(message) * self.world
 
 

@@ -152,5 +152,5 @@ def test_what_cannot_be_read_is_told_by_the_training_itself(data, tmp_path, read
     mended = CachedGraphs(graphs.store, data.table, mending)
     loader = data.loader(lists, graphs=mended, mending=mending, collate=structured, readers=readers)
     assert [batch.text for batch in loader] == [("item0",), ("item2",)]
-    assert mending.news() == ["item1"]
+    assert mending.newly_skipped() == ["item1"]
     loader.end()

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from pipeline.cluster.verdict import HUNG
 from pipeline.records import RankPlace
 from pipeline.training.ranks import LOST
-from pipeline.training.ranks.process_group import LETTER_BYTES, MonitoredRanks, ProcessGroup
+from pipeline.training.ranks.process_group import MESSAGE_BYTES, MonitoredRanks, ProcessGroup
 from pipeline.training.ranks.rank_monitor import Activity, HangLimits, WatchedRank, addresses_of, stuck_rank
 from tests.training.ranks.crews import DEADLINE_S, await_file, crew
 
@@ -50,7 +50,7 @@ def reaches_store() -> bool:
 def everything(group: ProcessGroup) -> dict[str, Any]:
     """Exchange and add up all kinds of things; return what came of it."""
     rank = group.rank
-    long = "x" * (rank * LETTER_BYTES)
+    long = "x" * (rank * MESSAGE_BYTES)
     alike = [torch.full(shape, rank + 1).to(getattr(torch, dtype)) for dtype in DTYPES for shape in SHAPES]
     group.add_up(alike)
     generator = torch.Generator().manual_seed(rank)
@@ -78,7 +78,7 @@ def test_ranks_talk_and_add_up_bitwise_alike_and_leave_in_order(tmp_path: Path) 
         heard, long, nothing = result["said"]
         assert [one.pop("rank") for one in heard] == [0, 1, 2]
         assert [json.dumps(one) for one in heard] == [json.dumps(SAID)] * WORLD, "the very words"
-        assert [len(one["long"]) for one in long] == [0, LETTER_BYTES, 2 * LETTER_BYTES]
+        assert [len(one["long"]) for one in long] == [0, MESSAGE_BYTES, 2 * MESSAGE_BYTES]
         assert nothing == [{}, {}, {}]
         assert set(result["listens"]) <= {"127.0.0.1"}, "on one node nothing is open to others"
         assert not result["store"], "not even to those on this node"
