@@ -72,7 +72,7 @@ class NoisedComplex(NamedTuple):
     translation_score_P3: Tensor
     rotation_score_P3: Tensor
     true_L3: Tensor  # the ligand's CA in the receptor's frame; no residues where that is not known
-    file_L3: Tensor  # the same residues as they stand in their file, in float64
+    file_L3: Tensor  # the same residues in their file's frame, in float64
     receptor_centre_3: Tensor  # of CA, in its file
     draw: PoseDraw
 
@@ -248,7 +248,7 @@ class ComplexDocking(SamplingSteps, TrunkSizes):
         return found
 
     def metrics(self, outputs: Mapping[str, Any]) -> dict[str, float]:
-        """Return the figures of a split: RMSDs, and how many complexes have a pose near the truth."""
+        """Return the metrics of a split: RMSDs, and how many complexes have a pose near the truth."""
         return docking_metrics(outputs)
 
     def publish(

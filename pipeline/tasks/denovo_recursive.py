@@ -125,9 +125,9 @@ class DenovoBatch(NamedTuple):
 class DenovoRecursive(SpectrumNoise, NetworkSizes):
     """Peptides from spectra, by a recursive model with deep supervision."""
 
-    as_published: bool = False  # as pepTRM behaves, its mistakes included: what its weights need
-    modifications: tuple[str, ...] = MODIFIED  # that it can say, of a model that is trained here
-    carbamidomethyl: bool = False  # whether every C of the data is modified so, which the data do not say
+    as_published: bool = False  # like pepTRM, with its mistakes: published weights need this
+    modifications: tuple[str, ...] = MODIFIED  # letters for modified residues, in a model that is trained here
+    carbamidomethyl: bool = False  # whether each C of the data has this modification, unmarked
     max_peaks: int = 100  # the highest of a spectrum are read
     answer_weights: str = "linear"  # of the letters of each answer; or uniform, exponential
     smoothing: float = 0.1  # of letters
@@ -297,7 +297,7 @@ class DenovoRecursive(SpectrumNoise, NetworkSizes):
         return {name: list(values) for name, values in found.items()}
 
     def _sayable(self, logits_TBLV: Tensor) -> Tensor:
-        """Return logits of what may stand at a place; as published that is everything."""
+        """Return logits of the letters that are allowed at a place; as published all are."""
         if self.as_published:
             return logits_TBLV
         never_LV = np.zeros((self.longest, len(self.vocabulary.names)), np.bool_)

@@ -64,7 +64,7 @@ OURS = f"{NAME}.frequency_F"
 
 @dataclass(frozen=True)
 class TunedSizes:
-    """The sizes of an ESM-2, and what of it is trained."""
+    """The sizes of an ESM-2, and its trained parts."""
 
     layers: int = 33  # of the checkpoint, as are the next three
     width: int = 1280
@@ -360,7 +360,7 @@ class EncoderFinetune(TunedSizes):
         }
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-        """Return the figures of a split: errors of numbers, or how residues are ranked; none if nothing is known."""
+        """Return the metrics of a split: errors of numbers, or the ranking of residues; none if nothing is known."""
         if not self.by_residue:
             names = tuple(str(place) for place in range(self.targets))
             return error_figures(outputs[PREDICTION], outputs[TARGET], names)

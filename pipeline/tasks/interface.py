@@ -93,7 +93,7 @@ class InterfaceNetwork(PartnerEncoder):
 TERMS = (INTERFACE, CONTACTS) = ("interface", "contacts")
 LABEL = "label"  # of an output, behind a dot; 1 yes, 0 no, -1 not known; of no size where an item has no labels
 NOT_KNOWN = -1
-LARGEST_PART = 5  # of L = R + L residues, so many pairs are looked at: L/5
+LARGEST_PART = 5  # L / 5 pairs are looked at, where L counts the residues of both partners
 LEAST = {
     **dict.fromkeys(("width", "layers", "pair_width"), 1),
     "embedding_dim": 0,
@@ -249,7 +249,7 @@ def _are_known(side: PartnerTensors | None) -> Tensor:
     """Return which residues have labels: on unbound input, those that the bound structure has too."""
     assert side is not None, "contacts need two partners"
     is_known_N = side.nodes.get("labelled")
-    # Beside items of unbound structures, a batch says of all others that no residue is labelled.
+    # In a batch with unbound items, `labelled` is False for all residues of the others.
     return is_known_N if is_known_N is not None and is_known_N.any() else torch.ones(size_of(side), dtype=torch.bool)
 
 

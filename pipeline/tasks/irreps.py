@@ -115,7 +115,7 @@ def _matrices() -> NDArray[np.float64]:
 
 
 def product_constants(place: str, paths: Sequence[ProductPath], leave: Sequence[Irrep]) -> dict[str, Tensor]:
-    """Return what e3nn keeps of a tensor product in a model's state, besides weights."""
+    """Return the constants of a tensor product in e3nn's state of a model."""
     width = sum(block.channels * block.components for block in leave)
     symbols = {path.degrees for path in paths} & set(KEPT)
     return no_weights(place, torch.ones(width)) | {
@@ -127,5 +127,5 @@ def product_constants(place: str, paths: Sequence[ProductPath], leave: Sequence[
 
 
 def no_weights(place: str, mask: Tensor, empty: str = "weight") -> dict[str, Tensor]:
-    """Return what e3nn keeps of an operation whose weights are elsewhere, or that has none."""
+    """Return the entries in e3nn's state of an operation without weights of its own."""
     return {f"{place}.{empty}": torch.empty(0), f"{place}.output_mask": mask}

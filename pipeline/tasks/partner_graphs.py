@@ -151,7 +151,7 @@ def direction(way_E3: Tensor) -> Tensor:
 
 
 NEAR, CA = "near", 1
-PLACES = 5  # N, CA, C, CB and the middle of the side chain stand for a residue
+PLACES = 5  # N, CA, C, CB and the middle of the side chain represent a residue
 OTHER_CHAIN = STEPS - 1
 CHAIN_LENGTH = 1 << 32  # rows are fewer than half of that
 
@@ -243,7 +243,7 @@ def embedding_of(side: PartnerTensors, embedding_dim: int) -> Tensor:
 
 
 def _positions(side: PartnerTensors) -> Tensor:
-    """Return the atoms that stand for each residue [N, 5, 3]; where one is missing, CA stands for it."""
+    """Return the atoms that represent each residue [N, 5, 3]; CA replaces a missing one."""
     pos_N43 = side.nodes["pos"]
     ca_N13 = pos_N43[:, CA : CA + 1]
     pos_N53 = torch.cat([pos_N43, ca_N13 + side.nodes["side"].unsqueeze(1)], 1)

@@ -137,7 +137,7 @@ class RnaLigand(PocketSizes):
         return network
 
     def files_read(self) -> list[Path]:
-        """Return the files whose content decides what the task says."""
+        """Return the files whose content can change the task's results."""
         return [Path(path) for name in PATHS if (path := getattr(self, name)) is not None]
 
     def cost(self, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,7 +251,7 @@ class RnaLigand(PocketSizes):
         return found
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-        """Return the figures of a split: means over pockets that have a target, and how well ligands are found."""
+        """Return the metrics of a split: means over pockets that have a target, and how well ligands are found."""
         pairs = zip(outputs[EMBEDDING], outputs[TARGET], strict=True)
         figures = [_figures(np.float64(vector), np.float64(target)) for vector, target in pairs if target.size]
         found = dict(zip(("cosine", "mse"), np.mean(figures, axis=0).tolist(), strict=True)) if figures else {}

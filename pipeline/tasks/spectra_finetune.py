@@ -100,7 +100,7 @@ class SpectraFinetune(PeakSizes):
     names: tuple[str, ...] = ()  # of targets, in the names of metrics
     alpha: float | None = None  # weight of positives, that of negatives being 1 - alpha
     gamma: float = 0.0  # how much less good predictions weigh
-    threshold: float = 0.5  # from which on a probability is a yes, in figures
+    threshold: float = 0.5  # a probability above this is a yes, in metrics
     margin: float = 0.1  # of triplets: how much farther a negative must be than the positive
     library: str = ""  # embeddings of a library that predicted spectra are looked up in: train.predict.options
     top: int = 10  # matches of each
@@ -136,7 +136,7 @@ class SpectraFinetune(PeakSizes):
         return PeakTransformer(self.sizes)
 
     def files_read(self) -> Iterable[Path]:
-        """Return the files whose content decides what the task says."""
+        """Return the files whose content can change the task's results."""
         return [Path(self.library)] if self.library else []
 
     # ---- batches ----
@@ -232,7 +232,7 @@ class SpectraFinetune(PeakSizes):
         return {PREDICTION: self._in_units(value_BK), TARGET: labels}
 
     def metrics(self, outputs: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-        """Return the figures of a split: errors, answers, bits or neighbours; none if nothing is known."""
+        """Return the metrics of a split: errors, answers, bits or neighbours; none if nothing is known."""
         if self.head == EMBEDDING:
             return neighbour_figures(outputs[EMBEDDING], outputs[MOLECULE], outputs[PRECURSOR])
         if self.head == FINGERPRINT:

@@ -85,7 +85,7 @@ class SpectraPretrain(PeakSizes):
 
     dropout: float = 0.1
     classes: int = 20_000  # of m/z up to 1000: 0.05 Da each
-    max_peaks: int = 60  # of a spectrum with more, the most intense ones are taken; all are padded to so many
+    max_peaks: int = 60  # of a spectrum with more, the most intense ones are taken; all are padded to this number
     masked: float = 0.3  # share of peaks; the precursor and the highest peak are never masked
     gamma: float = 5.0  # how much less good predictions weigh
     order_weight: float = 0.2  # of the loss of the order of retention; that of masses has the rest
@@ -174,7 +174,7 @@ class SpectraPretrain(PeakSizes):
         return {MASKED: of_masses, OTHER: of_masses, ORDER: self.order_weight}
 
     def outputs(self, model: nn.Module, batch: MaskedBatch) -> dict[str, Tensor]:
-        """Return for each item's own spectrum what became of its masked peaks, and for its pair which was first."""
+        """Return the predictions for each item's masked peaks, and for its pair which spectrum came first."""
         mass_SMC, order_T = model(batch.peaks, batch.place_SM, batch.pair_T)
         items = len(mass_SMC) - len(order_T)
         mass_BMC, class_BM = mass_SMC[:items], batch.class_SM[:items]

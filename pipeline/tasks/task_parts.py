@@ -160,13 +160,13 @@ def labelled(predicted: Iterable[Any], true: Iterable[Any]) -> Iterator[tuple[An
 
 
 def known_figures(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures that are defined."""
+    """Return the metrics that are defined."""
     return {name: value for name, value in figures.items() if not math.isnan(value)}
 
 
 @contextmanager
 def task_table(path: Path, names: Iterable[str], *, by: str = ",") -> Iterator[Callable[[Iterable[Any]], Any]]:
-    """Yield what adds a row to a table that appears when it is whole; cells are empty where nothing is known."""
+    """Yield a function that adds a row to a table, which appears when complete; unknown cells are empty."""
     with csv_table(path, names, by) as add:
         yield lambda row: add(map(_cell, row))
 

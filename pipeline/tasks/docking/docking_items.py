@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeline.training.items.batch import ItemTensors, PartnerTensors
 
 NEIGHBOURS = 20  # of a residue within its partner, by CA
-FEWEST = 3  # residues that say how a partner is turned
+FEWEST = 3  # residues that define a partner's orientation
 HEARD = 40  # residues rarely count among the nearest of more than these
 TOKENS = torch.tensor([VOCABULARY.index(letter) if letter != "X" else VOCABULARY.index("<unk>") for letter in LETTERS])
 
@@ -37,7 +37,7 @@ class PlacedPartners(NamedTuple):
 
     receptor: DockingPartner
     ligand: DockingPartner
-    true_L3: Tensor  # float64, as what follows
+    true_L3: Tensor  # float64, like the next ones
     file_L3: Tensor  # as its file has it
     centre_3: Tensor  # of the receptor, in its file
     is_known: bool  # whether the true pose is
@@ -61,7 +61,7 @@ def placed_partners(item: ItemTensors, embedding_dim: int) -> PlacedPartners:
         true_L3=true_L3 - centre_3,
         file_L3=ligand_L3,
         centre_3=centre_3,
-        # native contacts show that both stand in one frame
+        # native contacts show that both are in one frame
         is_known=is_from_elsewhere or len(item.labels.get("contact_pairs", ())) > 0,
     )
 
@@ -69,7 +69,7 @@ def placed_partners(item: ItemTensors, embedding_dim: int) -> PlacedPartners:
 def bound_frame(receptor: PartnerTensors, ligand: PartnerTensors) -> tuple[Tensor, Tensor]:
     """Return the CA atoms of the receptor [R, 3] and of the ligand [L, 3] at the true pose, in float64.
 
-    Partners of a bound input stand in one frame already: that of their file. Unbound ones are each superposed onto the
+    Partners of a bound input are already in one frame, that of their file. Each unbound partner is superposed onto the
     bound structure by the residues that are in it, in the frame of `labels["bound_centre"]`.
     """
     sides = receptor, ligand
@@ -116,7 +116,7 @@ def nearest(pos_N3: Tensor) -> Tensor:
 
 
 def example_partner(count: int, embedding_dim: int) -> DockingPartner:
-    """Return a partner of so many residues, its values anything."""
+    """Return a partner with a number of residues, with random values."""
     around_NC = (torch.arange(count).unsqueeze(1) + torch.arange(1, NEIGHBOURS + 1)) % count
     pairs = ListedPairs(
         column_RC=around_NC,

@@ -56,7 +56,7 @@ def edge_harmonics(way_PRC3: Tensor, grid: Grid) -> Tensor:
 
 
 def _whole_coupling(degree: int, result: int) -> Tensor:
-    """Return what couples vectors and harmonics of a degree [3, 8, D]: halves and whole numbers, exact everywhere."""
+    """Return the coupling of vectors and harmonics of a degree [3, 8, D]: halves and whole numbers, always exact."""
     symbol = coupling(1, degree, result)
     found = torch.zeros(3, DIRECTIONS, symbol.shape[-1])
     # each harmonic apart: those of the diagonal have another length than e3nn's
@@ -301,7 +301,7 @@ class HeardEdges(NamedTuple):
     hidden_PAKH: Tensor
     bends_PAK8: Tensor
     passed: Callable[[Tensor], Tensor]
-    stand: Callable[[Tensor], Tensor]  # of what senders have
+    stand: Callable[[Tensor], Tensor]  # features of senders
 
 
 def _absent(kind: str) -> float:

@@ -70,7 +70,7 @@ class PartnerAtoms:
 
 
 def partner_atoms(side: ComplexSide) -> PartnerAtoms:
-    """Return what of a side is compared."""
+    """Return the compared atoms of a side."""
     structure, chains = side.structure, [chain for chain in side.chains if chain.kind is not Kind.OTHER]
     kept = [chain.first + np.flatnonzero(~structure.modified_R[chain.first : chain.last]) for chain in chains]
     sequences = (
@@ -181,7 +181,7 @@ class DockingTruth:
 
 
 def docking_truth(read: Complex) -> DockingTruth:
-    """Return what poses of a complex are compared with: its bound structures, or the input where that is bound."""
+    """Return the truth for poses of a complex: its bound structures, or the input where that is bound."""
     true = {role: read.bound.get(role, side) for role, side in read.sides.items()}
     docked, truth = (
         [partner_atoms(sides[role]) for role in (Role.RECEPTOR, Role.LIGAND)] for sides in (read.sides, true)
@@ -277,7 +277,7 @@ class PoseRow(NamedTuple):
     rank: int | None = None  # 1 is the best; None: unusable, see `problem`
     sample: int = 0
     confidence: float = math.nan
-    complex_rmsd: float = math.nan  # Å between CA atoms, as `rigid_diffusion.pose_rmsds` says
+    complex_rmsd: float = math.nan  # Å between CA atoms, by `rigid_diffusion.pose_rmsds`
     ligand_rmsd: float = math.nan
     interface_rmsd: float = math.nan
     fnat: float = math.nan
@@ -342,7 +342,7 @@ def _percent(of_N: NDArray[np.float64], are_N: NDArray[np.bool_]) -> float:
 
 
 def pose_rows(outputs: Mapping[str, Any], of: str) -> list[PoseRow]:
-    """Return what outputs say of the poses that have a value in one of their columns."""
+    """Return a row for each pose that has a value in one of the outputs' columns."""
     columns = {name: _by_pose(outputs, name) for name in ("confidence", *RMSDS)}
     rows = []
     for pose, value in _by_pose(outputs, of).items():
@@ -370,7 +370,7 @@ def ranked(rows: Sequence[PoseRow]) -> list[PoseRow]:
 
 
 def docking_metrics(outputs: Mapping[str, Any]) -> dict[str, float]:
-    """Return medians of all poses' RMSDs, and figures of complexes by their best-ranked pose, five, and any of all.
+    """Return medians of all poses' RMSDs, and metrics of complexes by their best-ranked pose, the first five, and all.
 
     Without confidences the first pose of a complex is ranked best. A pose that exploded is nowhere near.
     """

@@ -161,7 +161,7 @@ class SamplingSteps:
     psi: float = 0.0  # how much more noise is added and taken away
     data_translation: float = 0.5  # where the data's own spread is between the least and the most noise
     data_rotation: float = 0.5
-    actual_steps: int = 0  # stop after so many of the steps; 0: do all
+    actual_steps: int = 0  # stop after this many steps; 0: do all
 
     def times(self) -> list[float]:
         """Return the time at which each step that is done begins."""
@@ -231,7 +231,7 @@ def sampled_poses(
     schedule: NoiseSchedule,
     poses_at_once: int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the poses after each step; `score` says of poses and a time [1] what translates and rotates them [P, 3].
+    """Yield the poses after each step; `score` returns the translations and rotations [P, 3] for poses and a time [1].
 
     A pose is the same to the last bit whatever other poses are moved, if one is moved at once.
     """
@@ -275,8 +275,8 @@ def _step_move(
 def pose_rmsds(pos_PL3: Tensor, true_L3: Tensor, receptor_R3: Tensor) -> Tensor:
     """Return the RMSDs in Å of poses' CA atoms from the truth, in the receptor's frame [P, 3], as `RMSDS` names them.
 
-    Of the ligand as it stands; of both partners, superposed; of residues in contact in the truth, superposed, each
-    once for each contact.
+    They are of the ligand without superposing; of both partners, superposed; and of residues in contact in the truth,
+    superposed, each once for each contact.
     """
     receptor_I, ligand_I = (torch.cdist(receptor_R3, true_L3) < CONTACT).nonzero().unbind(1)
     receptor_PR3 = receptor_R3.expand(len(pos_PL3), -1, -1)
@@ -310,12 +310,12 @@ def nearest_turn(centred_PN3: Tensor, target_N3: Tensor) -> Tensor:
 
 
 def rigid_moves(file_L3: Tensor, pos_PL3: Tensor, centre_3: Tensor) -> Tensor:
-    """Return what moves a ligand from where its file has it to poses about a receptor's centre [P, 12], in float64.
+    """Return the moves of a ligand from its place in its file to poses about a receptor's centre [P, 12], in float64.
 
     The first nine numbers are a rotation, row by row, and the last three a shift: x → turn · x + shift.
     """
     before_3, after_P3 = file_L3.mean(0), pos_PL3.double().mean(1)
-    # what turns poses back when it multiplies rows from the right turns the file's columns from the left
+    # the matrix that turns rows back, multiplied from the right, turns the file's columns from the left
     turn_P33 = nearest_turn(pos_PL3.double() - after_P3.unsqueeze(1), file_L3 - before_3)
     shift_P3 = after_P3 + centre_3 - turn_P33 @ before_3
     return torch.cat([turn_P33.flatten(1), shift_P3], 1)

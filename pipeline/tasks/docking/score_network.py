@@ -62,7 +62,7 @@ class TrunkSizes:
     vectors: int = 6  # features that do
     layers: int = 4
     embedding_dim: int = 1280  # of ESM-2 650M; 0: without embeddings
-    as_published: bool = False  # as DiffDock-PP behaves, its mistakes included: what its published weights need
+    as_published: bool = False  # like DiffDock-PP, with its mistakes: published weights need this
 
     def irreps(self, layer: int) -> tuple[Irrep, ...]:
         """Return the features that enter a layer: each adds a kind until there are four."""
@@ -76,7 +76,7 @@ class TrunkSizes:
 
 
 class DockingPartner(NamedTuple):
-    """A protein as it stands in its file, about any origin."""
+    """A protein in its file's frame, about any origin."""
 
     pos_N3: Tensor  # CA, Å
     token_N: Tensor  # of the residue's type in ESM-2's vocabulary
@@ -93,7 +93,7 @@ class PosedComplex(NamedTuple):
     time_T: Tensor
 
     def pieces(self, poses_at_once: int) -> list[PosedComplex]:
-        """Return the same with so many poses at once."""
+        """Split the poses into groups of `poses_at_once`."""
         positions = torch.split(self.pos_PL3, poses_at_once)
         times = torch.split(self.time_T, poses_at_once) if len(self.time_T) > 1 else (self.time_T,) * len(positions)
         return [self._replace(pos_PL3=pos, time_T=time) for pos, time in zip(positions, times, strict=True)]
@@ -269,7 +269,7 @@ class DockingTrunk(nn.Module):
         )
 
     def forward(self, posed: PosedComplex, poses_at_once: int) -> Blocks:
-        """Return the features of the ligand, in so many poses at once."""
+        """Return the features of the ligand, for a number of poses at a time."""
         shared = self._shared(posed) if len(posed.time_T) == 1 else None
         found = []
         for piece in posed.pieces(poses_at_once):
@@ -511,7 +511,7 @@ def trunk_options(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _constants(model: nn.Module) -> dict[str, Tensor]:
-    """Return what their state has besides weights."""
+    """Return the constants in the original's state."""
     constants = {UNUSED: model.get_buffer("trunk.inner_edges.centres_M")}
     for name, module in model.named_modules():
         if isinstance(module, PairConvolution):

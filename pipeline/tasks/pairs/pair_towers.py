@@ -155,7 +155,7 @@ class TextTower(nn.Module):
         return functional.normalize(at_least_single(self.features(texts)), dim=-1)
 
     def features(self, texts: TextBatch) -> Tensor:
-        """Return the features of texts [B, K], of any length; what stands behind an end is not seen."""
+        """Return the features of texts [B, K], of any length; tokens behind an end are not seen."""
         x_BLD = self.embed(texts.token_BL) + self.place_LD[: texts.token_BL.shape[1]]
         for layer in self.layers:
             x_BLD = layer(x_BLD)

@@ -53,7 +53,7 @@ BLOCK = 2048  # items whose embeddings are held at once, twice
 
 
 def found_at(most: int, nearer_N: Counts, tied_N: Counts) -> float:
-    """Return how often a true one is among the nearest so many; among ties every place is equally likely."""
+    """Return how often a true one is among the `most` nearest; among ties every place is equally likely."""
     return float(np.clip((most - nearer_N) / (1 + tied_N), 0, 1).mean())
 
 

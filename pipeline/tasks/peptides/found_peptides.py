@@ -66,7 +66,7 @@ class Vocabulary:
 
     @cached_property
     def is_terminal_V(self) -> NDArray[np.bool_]:
-        """Which letters stand before the first residue, and nowhere else."""
+        """Which letters occur only before the first residue."""
         return (self.codes_V >= 0) & (LETTER_OF[self.codes_V] < 0)
 
     @cached_property
@@ -228,7 +228,7 @@ class PeptideChoice:
     mass_weight: float = 0.5  # of agreement in mass, in the rank of a peptide
 
     def answers(self, outputs: Mapping[str, Sequence[Any]]) -> Iterator[Answer]:
-        """Yield what was found for each spectrum, in order."""
+        """Yield the answer for each spectrum, in order."""
         for place in range(len(outputs[LETTERS])):
             yield self._answer({name: np.asarray(column[place]) for name, column in outputs.items()})
 

@@ -163,7 +163,7 @@ def letters_loss(logits_TBLV: Tensor, letter_BL: Tensor, weights: list[float], s
 def expected_peptide(
     logits_BLV: Tensor, masses_V: Tensor, residues_B: Tensor, has_terminal_B: Tensor
 ) -> ExpectedPeptide:
-    """Return what an answer is expected to weigh at the places of the true peptide."""
+    """Return an answer's expected masses at the places of the true peptide."""
     place_L = torch.arange(logits_BLV.shape[1], device=logits_BLV.device)
     mass_BL = (logits_BLV.softmax(-1) @ masses_V) * (place_L < residues_B.unsqueeze(1))
     is_break_BF = place_L[1:] < residues_B.unsqueeze(1)

@@ -141,7 +141,7 @@ def letter_row(answer_TL: NDArray[Any], label_L: NDArray[Any], mass: float) -> L
 
 
 def letter_metrics(rows: Sequence[LetterRow], vocabulary: Vocabulary) -> dict[str, float]:
-    """Return pepTRM's own figures: of the last answer, in which I is L, and of what each answer changes."""
+    """Return pepTRM's own metrics: of the last answer, in which I is L, and of the changes by each answer."""
     same = [_as_l(row.said_TR[-1], vocabulary) == _as_l(row.true_R, vocabulary) for row in rows]
     off = [abs(vocabulary.mass(row.said_TR[-1]) - row.mass) / row.mass * 1e6 for row in rows if row.mass > 0]
     return {
@@ -189,7 +189,7 @@ POINTS = 200  # of a curve
 
 
 def publish_peptides(folder: Path, outputs: Mapping[str, Any], choice: PeptideChoice, described: Any) -> list[Path]:
-    """Write both tables in one pass, and the picture where peptides are known; return what was written.
+    """Write both tables in one pass, and the picture where peptides are known; return the files.
 
     `described` is the reader, whose `runs()` give its files and the ids in each, or anything else.
     """

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     Memory: TypeAlias = "tuple[Tensor, Tensor]"  # keys and values
 
 MOST_CHARGE = 6
-PEAK_MASS, PRECURSOR_MASS = 2000.0, 3000.0  # what one wave of frequency 1 is long
+PEAK_MASS, PRECURSOR_MASS = 2000.0, 3000.0  # m/z of one wave of frequency 1
 FINEST = 20_000.0  # the highest frequency
 INTENSITY_WIDTH, CHARGE_WIDTH = 32, 16
 NO_LOGARITHM_OF_0 = 1e-8
 GATE_BIAS = -2.0  # at first little of an answer changes
-START = 0.02  # standard deviation of what an answer begins with
+START = 0.02  # standard deviation of the initial answer
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class RecursiveNetwork(nn.Module):
             self.step, self.gate = nn.Embedding(sizes.supervision_steps, width), nn.Linear(width, letters)
             nn.init.zeros_(self.gate.weight)
             nn.init.constant_(self.gate.bias, GATE_BIAS)
-        if as_published:  # stands in its files, and takes part in nothing
+        if as_published:  # in pepTRM's files, and unused
             self.register_buffer("unused_letter", START * torch.randn(letters, width))
 
     def forward(self, spectra: SpectrumInput, answers: int | None = None) -> Tensor:

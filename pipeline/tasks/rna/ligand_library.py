@@ -133,7 +133,7 @@ _measure_of = Opened(_measure)
 
 
 def read_measure(path: Path, width: int, option: str) -> Measure:
-    """Read an `.npz` file, which must have so many numbers, once a process."""
+    """Read an `.npz` file, which must have this many numbers, once a process."""
     measure = _measure_of(path)
     fits = all(len(part) == width and np.isfinite(part).all() for part in measure)
     if not fits or not (measure.deviation_D > 0).all():
@@ -150,7 +150,7 @@ class LigandLibrary:
     vector_LD: Floats
 
     def place(self, pocket: str) -> int:
-        """Return where the ligand that a pocket's id names stands; -1: not here."""
+        """Return the place of the ligand that a pocket's id names; -1: not here."""
         keys = [key for key in (ligand_of(pocket), complex_of(pocket)) if key in self.names]
         return self.names.index(keys[0]) if keys else -1
 
@@ -196,7 +196,7 @@ AT = (1, 5, 10)
 
 
 def retrieval_figures(ranks: Sequence[float], ligands: int) -> dict[str, float]:
-    """Return how well the true ligands are found in a library of so many."""
+    """Return how well the true ligands are found in a library of a size."""
     rank_B = np.asarray(ranks, np.float64)
     if not len(rank_B):
         return {}

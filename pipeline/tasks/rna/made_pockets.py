@@ -67,7 +67,7 @@ ELEMENTS = {
 SHIFT = {"A": 0.4, "U": 0.2, "G": -0.2, "C": -0.4}  # of every atom of a base's nucleotide: charges identify the base
 STIFF, BEND, BARRIER = 400.0, 70.0, 1.5  # kcal/mol: of a bond, of an angle, of a dihedral
 DEPTH, RADIUS = 0.1, 3.4  # of the Lennard-Jones wells
-LIKED = ("AA", "GC", "AG", "AU", "GG", "AC")  # steps of a strand, which tell themselves by bases and by stacking
+LIKED = ("AA", "GC", "AG", "AU", "GG", "AC")  # pairs of neighbouring bases in a strand
 OPTIONS = {
     "complexes": (60, "Number of complexes"),
     "ligands": (6, "Number of distinct ligands"),
@@ -76,7 +76,7 @@ OPTIONS = {
     "models": (1, "Models of a complex"),
     "seed": (0, "Random seed"),
 }
-PREFERENCE = 0.85  # how often a base pair of a complex is what its ligand likes
+PREFERENCE = 0.85  # how often a base pair of a complex is one that its ligand prefers
 
 
 class MadePocket(NamedTuple):
@@ -205,7 +205,7 @@ def coordinates(pocket: MadePocket) -> bytes:
 def write_pockets(
     folder: Path, complexes: int, *, ligands: int = 6, width: int = 32, pairs: int = 4, models: int = 1, seed: int = 0
 ) -> None:
-    """Write complexes with so many base pairs and models each, their targets, and a library of all ligands."""
+    """Write complexes with a number of base pairs and models each, their targets, and a library of all ligands."""
     rng = np.random.default_rng(seed)
     vector_LD = rng.normal(size=(ligands, width)).astype(np.float32)
     liked = [LIKED[ligand % len(LIKED)] for ligand in range(ligands)]

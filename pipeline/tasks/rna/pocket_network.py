@@ -80,7 +80,7 @@ class PocketBatch(NamedTuple):
 class PocketSizes:
     """The options of the network, which come first among the task's; many have the original's names."""
 
-    hidden_irreps: str = USUAL  # what an atom has: 32 scalars, 16 vectors, 8 of degree 2
+    hidden_irreps: str = USUAL  # fields of an atom: 32 scalars, 16 vectors, 8 of degree 2
     layers: int = 6
     output_dim: int = 1536
     feature_width: int = 64  # of the network that reads charge, atomic number and mass
@@ -90,7 +90,7 @@ class PocketSizes:
     use_gate: bool = True  # scalars decide how much of each vector is left; without, lengths are activated
     use_layer_norm: bool = True
     use_enhanced_invariants: bool = True  # cosines between an atom's vectors, too, not their lengths alone
-    use_improved_layers: bool = True  # what an atom has itself is added after the gate
+    use_improved_layers: bool = True  # an atom's own fields are added after the gate
     norm_type: str = "layer"  # rms: all numbers of an atom by one; as_published only
     num_attention_heads: int = 8  # of the pooling; 0: one weight for each atom
     bonded_weight: float = 0.4  # how much each kind counts; learned ones start so where version is 2
@@ -462,7 +462,7 @@ FORM = OriginalForm(
 
 
 def _constants(network: nn.Module) -> dict[str, Tensor]:
-    """Return what e3nn keeps in a state besides weights."""
+    """Return the constants in e3nn's state."""
     found: dict[str, Tensor] = {}
     for name, module in network.named_modules():
         theirs = renamed(name, NAMES)

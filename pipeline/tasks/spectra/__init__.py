@@ -1,1 +1,1 @@
-"""Spectra as DreaMS reads them: its network and heads, losses, figures, published names, and libraries to search."""
+"""DreaMS: spectra, its network and heads, losses, metrics, published names, and libraries to search."""

@@ -55,11 +55,11 @@ SIZES = ("layers", "heads", "d_fourier", "d_peak", "feedforward", "fourier_width
 
 @dataclass(frozen=True)
 class PeakSizes:
-    """The sizes of the network, and what its head is."""
+    """The sizes of the network, and the kind of its head."""
 
     targets: int = 1  # numbers that an item's `target` has
-    head: str = REGRESSION  # what is predicted
-    as_published: bool = False  # as DreaMS behaves, its mistakes included: what its published weights need
+    head: str = REGRESSION  # the kind of head
+    as_published: bool = False  # like DreaMS, with its mistakes: published weights need this
     layers: int = 7
     heads: int = 8
     d_fourier: int = 980  # features of a peak's mass; with d_peak the width of every layer
@@ -253,7 +253,7 @@ class PeakTransformer(nn.Module):
         self.head = SummedHead(sizes) if sizes.summed else PrecursorHead(sizes)
         self.pretraining = PretrainingOutputs(sizes.width, sizes.classes) if sizes.classes else None
         if self.pretraining is not None:
-            self.pretraining.requires_grad_(requires_grad=False)  # kept, so that what came in goes out whole
+            self.pretraining.requires_grad_(requires_grad=False)  # kept for files to write
 
     def forward(self, peaks: Peaks) -> Tensor:
         """Return the head's prediction for each spectrum [B, K]."""
@@ -264,7 +264,7 @@ class PeakTransformer(nn.Module):
         return at_least_single(predicted_BK)
 
     def last_layer(self, peaks: Peaks) -> Tensor:
-        """Return what leaves the last layer, before the norm."""
+        """Return the output of the last layer, before the norm."""
         x_BLD = self.embed(peaks.mz_BL, peaks.intensity_BL)
         bias = self.bias(x_BLD, peaks.real_BL)
         for layer in self.layers:
@@ -446,7 +446,7 @@ def item_target(item: ItemTensors, targets: int) -> Tensor:
 
 
 def example_batch(sizes: Mapping[str, int], targets: int, *, masked: bool, related: bool) -> SpectraBatch:
-    """Return a batch of so many items and places; with `related`, each has a positive and a negative."""
+    """Return a batch with a number of items and places; with `related`, each has a positive and a negative."""
     items, length = sizes["items"], sizes[PEAKS] + 1
     spectra = 3 * items if related else items
     real_BL = torch.ones(spectra, length, dtype=torch.bool) if masked or spectra > 1 else None

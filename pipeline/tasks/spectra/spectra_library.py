@@ -48,7 +48,7 @@ class Library(NamedTuple):
 def publish_library(folder: Path, outputs: Mapping[str, Any], described: Any, library: str, most: int) -> list[Path]:
     """Write the embeddings, their headers, and their matches in a library where one is named.
 
-    `described` is the reader, whose `headers()` tell of spectra by their ids, or anything else.
+    `described` is the reader, whose `headers()` yield the headers of each spectrum by its id, or anything else.
     """
     embedded = outputs[EMBEDDING]
     names, rows = _rows(embedded, described)
@@ -60,7 +60,7 @@ def publish_library(folder: Path, outputs: Mapping[str, Any], described: Any, li
 
 
 def _rows(embedded: Any, described: Any) -> tuple[tuple[str, ...], list[dict[str, str]]]:
-    """Return the columns and rows that tell of each embedded spectrum."""
+    """Return the columns and rows with the headers of each embedded spectrum."""
     rows = [{ID: embedded.id(place)} for place in range(len(embedded))]
     places = {row[ID]: row for row in rows}
     names: dict[str, None] = {ID: None}

@@ -179,7 +179,7 @@ class _Answers:
         np.add.at(self._counts_22, (is_true_K.astype(int), (predicted_K > self._threshold).astype(int)), 1)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures that are defined."""
+        """Return the metrics that are defined."""
         (no, wrong), (missed, right) = self._counts_22.tolist()
         figures = {
             "auroc": self._ranking.auroc(),
@@ -220,7 +220,7 @@ def bit_figures(predicted: Values, true: Values, threshold: float) -> dict[str, 
 
 
 def neighbour_figures(embedded: Vectors, molecules: Values, precursors: Values) -> dict[str, float]:
-    """Return how often the nearest other spectrum is of the same molecule, and how cosines tell molecules apart.
+    """Return how often the nearest other spectrum is of the same molecule, and how well cosines separate molecules.
 
     The first is of spectra whose molecule has another one; the second of all pairs of precursors within 10 ppm.
     """
