@@ -68,20 +68,17 @@ class ClusterTable:
                 self.example = self.example or names[1]
                 clusters.append(text_digest(names[0]))
                 members.append(text_digest(names[1]))
-        order = np.argsort(np.array(members, np.uint64), kind="stable")
-        self._members, self._clusters = (
-            array("Q", np.array(column, np.uint64)[order].tobytes()) for column in (members, clusters)
-        )
-
-    def __len__(self) -> int:
-        return len(self._members)
+        own = np.unique(np.array(clusters, np.uint64))  # a representative is in its cluster, listed or not
+        member_L, cluster_L = (np.append(np.array(column, np.uint64), own) for column in (members, clusters))
+        order = np.argsort(member_L, kind="stable")
+        self._members, self._clusters = (array("Q", column[order].tobytes()) for column in (member_L, cluster_L))
 
     def clusters_of(self, names: Iterable[str]) -> list[int]:
         """Return the clusters of the first of these names that is a member; more than one where it stands twice."""
         for member in map(text_digest, names):
             first, last = (bisect(self._members, member) for bisect in (bisect_left, bisect_right))
             if first < last:
-                return list(self._clusters[first:last])
+                return [*dict.fromkeys(self._clusters[first:last])]
         return []
 
 
