@@ -91,9 +91,7 @@ def _group_name(gid: int) -> str:
         return str(gid)
 
 
-FileState: TypeAlias = (
-    "tuple[str, int, int, int, int]"  # path, inode, size, mtime and ctime: any write changes one of them
-)
+FileState: TypeAlias = "tuple[str, int, int, int, int]"  # path, inode, size, mtime, ctime: any write changes one
 _MOUNTS = Path("/proc/self/mountinfo")
 _FLEETING = ("fuse", "cifs", "smb")  # prefixes of file systems with unstable inode numbers
 

@@ -102,7 +102,7 @@ def export_embeddings_command(
     from pipeline.config.schema_data import MAIN
     from pipeline.stages.embedding_export import WantedExport, export_embeddings
 
-    wanted = WantedExport(format_ or _told_by(out), pool, encoder or MAIN, split, replace=force, partial=partial)
+    wanted = WantedExport(format_ or _format_of(out), pool, encoder or MAIN, split, replace=force, partial=partial)
     _, project = open_project(config, sets, strict=True)
     exported = export_embeddings(project, out, wanted)
     size = out.stat().st_size
@@ -122,7 +122,7 @@ def export_embeddings_command(
         typer.echo(f"note: skipped: {', '.join(skipped)}", err=True)
 
 
-def _told_by(out: Path) -> str:
+def _format_of(out: Path) -> str:
     """Return the format that a file name ends with."""
     from pipeline.training.evaluating.embedding_files import SUFFIXES
 

@@ -260,7 +260,7 @@ def show_model_command(model: Model, as_json: Json = False, config: ConfigFile =
     from pipeline.planning.trained_model import card_lines, model_card
 
     named = _named(model, load_config_if_any(config, sets).config.train.models)
-    with _told_as_damage():
+    with _reported_as_damage():
         card = model_card(named)
     lines = [f"{card['name']}   {named.folder.path}", *card_lines(card)]
     show(lambda: {"folder": named.folder.path, **card}, lambda: lines, as_json=as_json)
@@ -283,7 +283,7 @@ def export_model_command(
     from pipeline.planning.trained_model import export_model
 
     loaded = load_config_if_any(config, sets)
-    with _told_as_damage():
+    with _reported_as_damage():
         card = export_model(_named(model, loaded.config.train.models), folder, loaded.base_dir.absolute(), form)
     weights = card["weights"]
     typer.echo(f"exported {card['name']}, step {card['step']:,}: {weights['parameters']:,} numbers   {folder}")
@@ -296,7 +296,7 @@ def export_model_command(
 
 
 @contextmanager
-def _told_as_damage() -> Iterator[None]:
+def _reported_as_damage() -> Iterator[None]:
     """Report a damaged checkpoint as damage (exit code 4) instead of a failed job."""
     from pipeline.errors import CacheDamaged
     from pipeline.training.checkpoints.sealed_folder import FolderDamaged

@@ -107,7 +107,7 @@ def run_submission(submission: Submission, *, follow: bool, as_json: bool = Fals
 
     with RunProgress() as progress, checked(submission, progress.planning, _note) as submission:
         executor, config = submission.executor, submission.project.config
-        follow = follow or config.cluster.executor == "allocation"  # it would end with the calling script
+        follow = follow or config.cluster.executor == "allocation"  # else it would end with the calling script
         folder, is_new = create(submission)
         watch = f"  watch it: {_status_of(folder)}"
         if not is_new:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from pipeline.cluster.job_spec import JobId
 
-ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0", "LC_ALL": "C"}  # time limit of sacct and squeue
+ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0", "LC_ALL": "C"}  # for sacct and squeue
 SACCT_COLUMNS = (
     "JobID,TRESUsageInAve,State,ExitCode,DerivedExitCode,MaxRSS,TotalCPU,Submit,Start,End,NNodes,NodeList,Reason,AveRSS,"
     "NTasks,JobID"

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.5  # wait after starters have ended
-START_S = 120.0  # wait for all agents
+LOOK_EVERY_S = 0.5  # how often to look for ended starters
+START_S = 120.0  # longest wait for all agents
 TRIES = 2  # attempts to start the agent of a node
 END_S = 10.0  # grace of agents without a task
 SHARE_OF_GRACE = 0.75  # grace of tasks before they are killed, with time left to record it

@@ -28,7 +28,7 @@ class Views:
     rows: Mapping[str, AccountedTask]
     at: float  # by the monotonic clock
     trouble: str = ""
-    never_began: Callable[[JobId, int], bool] = lambda _job, _index: False  # the accounting
+    never_began: Callable[[JobId, int], bool] = lambda _job, _index: False  # from the accounting
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class Followed:
     id: JobId
     job: Job
     offset: int  # from a task's index in the array to its number
-    since: float  # time of submission
+    since: float  # earliest possible submission
     tasks: dict[str, TaskStatus] = field(default_factory=dict)
     _unclear: dict[str, float] = field(default_factory=dict)  # task → since when its state is unclear
     _over: dict[str, Queued] = field(default_factory=dict)  # tasks that have ended according to the queue

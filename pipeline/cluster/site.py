@@ -89,7 +89,7 @@ class Partition:
     time_s: int | None  # None: no limit
     preempt_mode: str  # empty: unknown
     accounts: tuple[str, ...]  # empty: all
-    node_mem_bytes: int | None  # most cores of a node for a job; None: all
+    node_mem_bytes: int | None  # most memory of a node for a job; None: all
     job_nodes: int | None  # most nodes of a job; None: all
     own_qos: str  # the QOS whose limits hold for all of its jobs
 

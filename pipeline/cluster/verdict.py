@@ -34,9 +34,9 @@ CANNOT_WRITE_LOG = 53  # the "signal" with which Slurm reports that it could not
 NEARLY = 0.9  # share of the limit that counts as reached: peaks are sampled
 LINE_MOST = 300
 UNFIT = "is unfit for this job"  # in a rank's report on its node before the first step
-LINES_AFTER_END = 3  # in lines of srun and slurmstepd after Slurm has ended a task
+LINES_AFTER_END = 3  # lines that srun and slurmstepd still write after Slurm has ended a task
 RESTARTS = "starts again in this job: "  # starts a log line at a restart; earlier lines belong to earlier starts
-TAKEN_ALONG = "srun: First task exited"  # processes that did not end by themselves
+TAKEN_ALONG = "srun: First task exited"  # srun ended the other processes
 NO_CONTAINER = (  # the node could not start it: no runtime, no image, or a folder to bind is missing
     "error: execve(): apptainer:",
     "error: execve(): podman:",

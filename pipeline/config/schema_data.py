@@ -211,7 +211,7 @@ class EmbedSection(Section):
         if not isinstance(others, dict):
             return section
         shared = {name: value for name, value in section.items() if name != "also"}
-        plain = {name: value for name, value in shared.items() if name != "options"}  # settings of a single encoder
+        plain = {name: value for name, value in shared.items() if name != "options"}  # options belong to one encoder
 
         def whole(differs: Any) -> Any:
             return _over(plain if isinstance(differs, dict) and "encoder" in differs else shared, differs)

@@ -50,11 +50,11 @@ class Attempt:
     exit_code: int | None = None
     peak_rss_bytes: int | None = None
     gpu_peak_bytes: int | None = None
-    gpu_total_bytes: int | None = None  # peak of one GPU
+    gpu_total_bytes: int | None = None  # memory of one GPU
     gpu_busy: float | None = None  # share of time in which its GPUs ran a kernel; None: unknown
     ended_at: float = 0.0
     elapsed_s: float = 0.0
-    earlier_s: float = 0.0  # before the scheduler requeued it
+    earlier_s: float = 0.0  # run time before the scheduler requeued it
     cpu_s: float | None = None
     done: int = 0  # finished items
     on: tuple[str, ...] = ()  # items in work when it died
@@ -77,7 +77,7 @@ class TaskRecord:
 
     number: int
     job: JobId | None = None  # its present job
-    ask: Ask | None = None  # the present attempt
+    ask: Ask | None = None  # the request of the present attempt
     attempt: int = 0
     ended: list[Attempt] = field(default_factory=list)
     restarts: list[Attempt] = field(default_factory=list)  # earlier starts within the present attempt

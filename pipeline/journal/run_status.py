@@ -58,7 +58,7 @@ ENDED = frozenset({State.DONE, State.FAILED, State.STOPPED})
 GOING_ON = (State.WAITING, State.RUNNING)
 OOMS = "ooms"  # a figure: out-of-memory steps of a process so far
 LOSS = "loss"  # the training loss; with several terms: loss.NAME
-MOST_SLOTS = 400  # units in which the work of a stage is counted
+MOST_SLOTS = 400  # most time slots of a stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.store.shard_index import StoreStat
 
 AsTyped: TypeAlias = "Callable[[Command], object]"
-DIGEST_LETTERS = (32, 64)  # hexadecimal digits of a digest, and of a shortened one
+DIGEST_LETTERS = (32, 64)  # lengths of hexadecimal digests, which are shortened
 NAMED = 5
 NOT_KNOWN = Command.submit("all")
 TO_LOOK = "(or with --dry-run)"

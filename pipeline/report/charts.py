@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 STEPS = (1, 2, 2.5, 5, 10)
-WHOLE_TICKS = 6  # approximate ticks on an axis over whole numbers
+WHOLE_TICKS = 6  # approximate number of ticks on an axis over whole numbers
 KILO = 1024
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 DAY_S = 86400
@@ -22,7 +22,7 @@ TIME_STEPS_S = (
     2 * 86400, 5 * 86400, 10 * 86400, 30 * 86400,
 )  # fmt: skip
 ROUNDING, TINY = 1e-9, 1e-300
-ROUNDED = 1e-3  # roundest steps between ticks
+ROUNDED = 1e-3  # tolerance of rounded ticks, as a share of their step
 LEAST_PLAIN, MOST_PLAIN, MOST_PLACES = 1e-4, 1e7, 6  # range of numbers written without an exponent
 SHORT_S = 600  # the axis of a shorter run shows seconds since its start
 _MANY, _HUGE, _FEW = 1e3, 1e10, 1e-3
@@ -143,7 +143,7 @@ class Size(NamedTuple):
     css: str = ""
     left: int = 52
     right: int = 10
-    every: int = 1  # ticks along the bottom that have room
+    every: int = 1  # label every n-th tick along the bottom
 
 
 SMALL = Size(380, 210)

@@ -126,7 +126,7 @@ def _tried(script: Script, size: int, steps: int, seconds: float, waits: Callabl
     def note_step(figures: Mapping[str, float]) -> None:
         silence.cancel()
         if figures.get(STEP, 0) >= steps:
-            os.kill(os.getpid(), signal.SIGTERM)  # while the script runs, it gets the Ctrl-C and ends
+            os.kill(os.getpid(), signal.SIGTERM)  # passed on to the script, which then ends
 
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as out:
         place = Path(folder)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline.records import RankPlace
 
 PATIENT = HangLimits(hang_s=math.inf, slow_s=math.inf, grace_s=math.inf)
-DONE, ALL_DONE = "its script is done", "all are done"  # only rank 0 knows the port
+DONE, ALL_DONE = "its script is done", "all are done"  # rank 0 says the latter
 REASON_WITHIN_S, LOOK_EVERY_S = 3.0, 0.1
 
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 PREFIX = "pipeline: {"
 STEP = "step"
 READ_BYTES = 1 << 16
-LINE_MOST, LINES_MOST = 2000, 300  # lines of output kept
+LINE_MOST, LINES_MOST = 2000, 300  # characters of a line, and lines, of output kept
 PARTIAL_MOST = 1 << 16  # most bytes of a line without an end
 LOOK_EVERY_S, MEASURE_EVERY_S = 0.1, 1.0
 LINGER_S = 30.0  # time to save after a request to end, as with Slurm
@@ -198,18 +198,13 @@ class _Process:
     """A running script, with its last lines, figures and peak of memory."""
 
     def __init__(
-        self,
-        words: Sequence[str],
-        environment: Mapping[str, str],
-        cwd: Path,
-        onward: tuple[int, int],
-        on_figures: OnFigures,
+        self, words: Sequence[str], environment: Mapping[str, str], cwd: Path, onward: tuple[int, int], take: OnFigures
     ) -> None:
         """Start it, in a session of its own."""
-        self._on_figures = on_figures
+        self._take_figures = take
         self._lines: deque[str] = deque(maxlen=LINES_MOST)
         self._figures: dict[str, float] = {}
-        self._told: int | None = None
+        self._handled: int | None = None
         self._kill_at = math.inf
         self._peak_bytes, self._measure_at = 0, 0.0
         self._oom_kills = count_oom_kills()
@@ -251,13 +246,13 @@ class _Process:
             if not listening and number == signal.SIGTERM:
                 listening = pids
             if send(number, listening):
-                self._told = number
+                self._handled = number
 
     def _has_exited(self) -> bool:
         """Tell whether its first process has exited, without reaping it, so that its pid is not reused."""
         exited = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if exited is not None and exited.si_code != os.CLD_EXITED and exited.si_status in FORWARDED:
-            self._told = exited.si_status  # the scheduler signals all processes; this one has no handler
+            self._handled = exited.si_status  # the scheduler signals all processes; this one has no handler
         return exited is not None
 
     def _pids(self) -> list[int]:
@@ -274,7 +269,7 @@ class _Process:
 
     def _end_the_rest(self) -> None:
         """Kill the processes left behind (after time to save, if it was asked to end); read the last output."""
-        deadline = time.monotonic() + (LINGER_S if self._told is not None else 0.0)
+        deadline = time.monotonic() + (LINGER_S if self._handled is not None else 0.0)
         while (pids := self._pids()) and time.monotonic() < deadline:
             self._drain()
             time.sleep(LOOK_EVERY_S)
@@ -291,7 +286,7 @@ class _Process:
         figures = figures_in(line)
         if figures:
             self._figures.update(figures)
-            self._on_figures(figures)
+            self._take_figures(figures)
         else:
             self._take(line)
 
@@ -311,11 +306,11 @@ class _Process:
         lines = tuple(self._lines)
         exit_code, killed_by = (behind_launcher(code, lines), None) if code >= 0 else (None, -code)
         at_limit = count_oom_kills() > self._oom_kills or peak_bytes >= NEARLY * mem_bytes > 0
-        plain = ScriptOutcome(exit_code, killed_by, self._told, "", "", lines, peak_bytes, self._figures)
-        if plain.goes_on or plain.finished or (killed_by is not None and killed_by == self._told):
+        plain = ScriptOutcome(exit_code, killed_by, self._handled, "", "", lines, peak_bytes, self._figures)
+        if plain.goes_on or plain.finished or (killed_by is not None and killed_by == self._handled):
             return plain
         trouble, reason = script_trouble(exit_code, killed_by, lines, at_limit=at_limit)
-        return ScriptOutcome(exit_code, killed_by, self._told, trouble, reason, lines, peak_bytes, self._figures)
+        return ScriptOutcome(exit_code, killed_by, self._handled, trouble, reason, lines, peak_bytes, self._figures)
 
     def close(self) -> None:
         """Close its streams; kill it if it still runs after an error of ours."""

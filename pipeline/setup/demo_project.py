@@ -33,7 +33,7 @@ HEAD = """\
 # The recipe {name} at toy size, on synthetic data; written by `pipeline demo --recipe {name}`.
 # At its real size, with comments: pipeline init DIR --recipe {name}
 """
-PAIRS = 3  # residues of proteins that dock
+PAIRS = 3  # pairs of proteins that dock
 WIDTH = 16  # of the small encoder, and of the embedding of a ligand
 COMPLEXES = 24
 ACTIVATE = "\n  source {}/bin/activate"

@@ -310,7 +310,7 @@ class EmbedStage(Stage):
     def work(self, project: Project, folder: RunFolder, task: int, context: TaskContext) -> Outcomes:
         """Embed the sequences of one task, or of one of its processes."""
         shard = worklist.read_shard(folder, self.name, task)
-        project, context = self.at(project, shard.of), _told_of(shard.of, context)
+        project, context = self.at(project, shard.of), _naming_encoder(shard.of, context)
         rows_N2 = np.fromfile(folder.order(self.name), np.uint64, 2 * shard.items, offset=16 * shard.start).reshape(
             -1, 2
         )
@@ -458,7 +458,7 @@ def _order(folder: RunFolder | None) -> Iterator[_Order]:
         yield _Order(file)
 
 
-def _told_of(of: str, context: TaskContext) -> TaskContext:
+def _naming_encoder(of: str, context: TaskContext) -> TaskContext:
     """Add the encoder to the names of items in work, so that only the encoder that they kill skips them."""
     return replace(context, on=lambda names: context.on([f"{name} of {of}" for name in names])) if of else context
 

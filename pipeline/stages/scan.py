@@ -135,10 +135,10 @@ class ScanStage(Stage):
         return tally.census(str(folder.path))
 
     def check(self, project: Project, folder: RunFolder, judged: Census) -> list[str]:
-        is_told = judged.leaks and project.config.data.on_leak != "ignore"
+        is_checked = judged.leaks and project.config.data.on_leak != "ignore"
         first = next((item for item in worklist.read_items(folder.items) if isinstance(item, Item)), None)
         unread = unread_columns(first, project.config.data.labels) if first else ""
-        return [*_checked_leaks(project, describe_leaks(judged, folder) if is_told else ""), *filter(None, [unread])]
+        return [*_checked_leaks(project, describe_leaks(judged, folder) if is_checked else ""), *filter(None, [unread])]
 
 
 def scan_bytes(config: Config) -> int:
@@ -233,7 +233,7 @@ class EntriesRead(Judged):
 
     splits: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, dict[str, float]] = field(default_factory=dict)  # rows along each axis
-    chains: dict[str, int] = field(default_factory=dict)  # names of arrays that no item has
+    chains: dict[str, int] = field(default_factory=dict)  # empty: these items have no chains
     leaks: int = 0
     leak: str = ""
     table: str = ""  # its key
@@ -276,9 +276,8 @@ class ReaderScanStage(Stage):
         made = reader_state(project, _settled_digest(reader))
         read_first(reader, TRIED)
         taken, judged = EntriesTaken(), EntriesRead()
-        write_rejections(
-            folder.rejected, _rejections(_noted(reader, context), taken, judged, project.config.data.limit)
-        )
+        items = _noted(reader, context)
+        write_rejections(folder.rejected, _rejections(items, taken, judged, project.config.data.limit))
         if reader_state(project) != made:
             what = "its files changed while being read"
             raise DataError(what, where=str(project.config.data.path), remedy=Command.submit("scan"))

@@ -77,9 +77,7 @@ Counted = TypeVar("Counted", bound=Judged)
 class StageTally(BlockTally, Judged):
     """The counts of a stage for a block of the data set, or for all of it."""
 
-    LISTS: ClassVar[Mapping[str, Sequence[str]]] = {
-        "rejected": ()
-    }  # lists that it writes into the run → columns, if a table
+    LISTS: ClassVar[Mapping[str, Sequence[str]]] = {"rejected": ()}  # lists in the run → columns of a table
 
     def reject(self, rejected: Rejection) -> None:
         """Count and list a rejected item."""
@@ -146,7 +144,7 @@ class Stage(ABC):
     of_entries: ClassVar[bool] = True  # whether it applies to a reader's items
     together: ClassVar[bool] = False  # its processes are ranks of one task, on as many nodes as it has
     counts_items: ClassVar[bool] = True  # False: its progress is counted in other units
-    unit: ClassVar[str] = "item"  # of the units that are judged at the end
+    unit: ClassVar[str] = "item"  # name of what is judged at the end
     may_be_empty: ClassVar[bool] = False  # having no items is not a failure
     only_looks: ClassVar[bool] = False  # it changes no record of the cache
     is_script: ClassVar[bool] = False  # it runs a script of the user's, whose processes see all GPUs of their node

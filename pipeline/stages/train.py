@@ -331,7 +331,7 @@ def job_of(
     choice: MemoryChoice = MemoryChoice(
         precision=prepared.precision, checkpointing=prepared.checkpointing, offload=prepared.offload, shards=1
     )
-    validation = validation_items(project, prepared)  # their readers are closed before the others are opened
+    validation = validation_items(project, prepared)  # first: its memory is freed before the others are read
     table = trained_table(project, prepared)
     sizes = task_sizes(project, prepared, table)
     made = folder_of(project, prepared)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.training.prepared import ModelFolder, Prepared
 
-COURSE = 8  # metrics that show how a training went
+COURSE = 8  # epochs whose metric shows the course of a training
 LONGEST = 255  # in a file name
 
 
@@ -163,7 +163,7 @@ def swept_so_far(project: Project, folder: RunFolder) -> SweepResult:
     failed = {trial.name: trial.why for trial in status.asked.values() if trial.state is State.FAILED}
     for training in read_trainings(folder):
         result, point = point_result(project, training, status.cancelled.get(training.name, ""))
-        if result.undone and training.name in failed and status.best_trial:  # a search may hold trials of earlier runs
+        if result.undone and training.name in failed and status.best_trial:  # a failed trial does not fail its search
             result.undone = 0
             point |= {"state": State.FAILED, "why": failed[training.name]}
         judged.points.append(point)

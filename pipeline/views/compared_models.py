@@ -61,7 +61,7 @@ class ComparedModel:
     epochs: int
     steps: int
     hours: float
-    planned_bytes: int  # peak of a rank's device; 0: unknown
+    planned_bytes: int  # of a rank's device; 0: unknown
     peak_bytes: int
     curves: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)  # metric → (epoch, value)
     point: str = ""  # its point in the sweep, by which it was named

@@ -138,7 +138,7 @@ def _beginnings(stage: StageStatus) -> Iterator[float]:
         for attempt in task.ended:
             if attempt.ended_at and attempt.elapsed_s > 0:
                 yield attempt.ended_at - attempt.elapsed_s
-        if task.job is not None and task.word.began:  # not judged: the run was stopped
+        if task.job is not None and task.word.began:  # not judged yet, or the run was stopped
             yield task.word.began
 
 
@@ -150,8 +150,8 @@ class Training:
     folder: Path
     monitor: str
     on_gpu: bool
-    newest: Sequence[Epoch]  # in total
-    curves: Mapping[str, Sequence[tuple[float, float]]]  # spans of steps
+    newest: Sequence[Epoch]  # all epochs
+    curves: Mapping[str, Sequence[tuple[float, float]]]  # name → (step, value)
     bundles: Sequence[Mapping[str, Any]]  # recorded steps: `step`, `kind`, `rank`, and how to run one `again`
 
     @property

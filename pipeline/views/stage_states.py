@@ -38,7 +38,12 @@ COUNTED = {
     "unusable": "unusable",
     "unkept": "not stored",
 }
-UNDECIDED = ("table", "precision", "crop", "skipped")  # order of the parts of a recipe
+UNDECIDED = (
+    "table",
+    "precision",
+    "crop",
+    "skipped",
+)  # parts of a recipe that a plan decides
 
 
 @dataclass(frozen=True, slots=True)

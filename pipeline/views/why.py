@@ -142,7 +142,7 @@ class FileFound:
     path: str
     refused: str = ""  # why it cannot be read, with details
     is_settled: bool = True  # False: changed too recently to trust its times
-    is_known: bool = True  # its present path, size and times
+    is_known: bool = True  # whether a scan saw it with these path, size and times
     digest: str = ""  # digest of its bytes
     earlier: tuple[str, ...] = ()  # digests of the item's files in an earlier run
     run: str = ""
