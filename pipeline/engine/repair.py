@@ -28,6 +28,7 @@ from pipeline.cluster.candidates import choose, reach
 from pipeline.cluster.job_spec import mebibytes
 from pipeline.cluster.verdict import Cause
 from pipeline.records import Reason
+from pipeline.units import short_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -183,13 +184,13 @@ def _after_timeout(history: Sequence[Attempt], situation: Situation) -> Decision
     last, longest_s = history[-1], situation.limits.time_s
     grown_s = min(GROWTH * last.ask.time_s, longest_s) if longest_s else GROWTH * last.ask.time_s
     if grown_s > last.ask.time_s and stuck(history) < situation.tries:
-        return Retry(replace(last.ask, time_s=grown_s), f"continues with {grown_s // 60} min")
+        return Retry(replace(last.ask, time_s=grown_s), f"continues with {short_seconds(grown_s)}")
     if progressed(history):
         return Retry(last.ask, "continues where it stopped")
     if situation.is_whole and last.cause is Cause.INTERRUPTED:  # perhaps preempted while it started
         return _bounded(history, situation, Retry(last.ask, "retry: it was stopped before it made progress"))
     tried = f"after {stuck(history)} attempts (cluster.supervisor.tries)"
-    most = f"{last.ask.time_s // 60} min, {tried if grown_s > last.ask.time_s else 'the maximum'}"
+    most = f"{short_seconds(last.ask.time_s)}, {tried if grown_s > last.ask.time_s else 'the maximum'}"
     if situation.is_whole or situation.is_shared:
         return GiveUp(f"no progress in {most}")
     if situation.items > 1:

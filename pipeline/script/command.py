@@ -129,17 +129,12 @@ def process_words(script: Script, values: Values) -> list[str]:
     """Return the command line of one process; refuse a command that would change the batch size of a step."""
     refuse_other_batch(script, values.micro_batch, values.accumulation)
     texts = {name: _text(value) for name, value in asdict(values).items()}
-    return [PLACEHOLDER.sub(lambda match: _filled(match, texts), word) for word in script.words]
+    return [PLACEHOLDER.sub(lambda match: texts.get(match[1], match[0][0]), word) for word in script.words]
 
 
 def _text(value: str | float | Path) -> str:
     """Return a value as text; paths are made absolute."""
     return str(value.absolute()) if isinstance(value, Path) else str(value)
-
-
-def _filled(match: re.Match[str], texts: Mapping[str, str]) -> str:
-    """Return the text of a placeholder."""
-    return texts[match[1]] if match[1] is not None else match[0][0]
 
 
 def refuse_other_batch(script: Script, micro_batch: int, accumulation: int) -> None:

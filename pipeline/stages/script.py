@@ -224,6 +224,8 @@ class Ended(Exception):
         what, further = outcome.what, saved or outcome.handled_signal is not None or outcome.step > 0
         if outcome.goes_on and not further:  # without progress it could ask to be restarted for ever
             what += "; it was not asked to stop, saved nothing in {output} and reported no step"
+        elif outcome.handled_signal is not None and not (outcome.goes_on or outcome.step):
+            what += '; its progress is unknown: print lines such as pipeline: {"step": 3}'
         if not (outcome.reason or outcome.goes_on) and len(outcome.last_lines) > 1:
             what += "".join(f"\n    | {line[:LINE_MOST]}" for line in outcome.last_lines[-LINES_SHOWN:])
         ended = cls(outcome.code, what, outcome.trouble, step=outcome.step, further=further)

@@ -155,21 +155,27 @@ def weights(path: Path) -> list[bytes]:
         return [file.read(name) for name in names]
 
 
-def killed(project: Project, script: str, until: Path) -> Typed:
-    """Submit, kill the script once it has written a whole file, and wait for the end of the run."""
+def killed(project: Project, script: str, until: Path, times: int = 1) -> Typed:
+    """Submit, kill the script each time it has written a whole file, and wait for the end of the run."""
     known = {**os.environ, "PATH": f"{PIPELINE.parent}:{os.environ['PATH']}"}
     started = subprocess.Popen(
         [PIPELINE, *SUBMIT], cwd=project.folder, env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    ends_at = time.monotonic() + PATIENCE_S
-    while not (until.exists() and zipfile.is_zipfile(until)):
-        assert time.monotonic() < ends_at
-        assert started.poll() is None, started.communicate()
-        time.sleep(0.01)
-    (pid,) = pids(project.folder, script)
-    os.kill(pid, signal.SIGKILL)
+    ends_at, written_at, dead = time.monotonic() + PATIENCE_S, 0, set[int]()
+    for _ in range(times):
+        while not (alive := {*pids(project.folder, script)} - dead) or not _is_whole(until, written_at):
+            assert time.monotonic() < ends_at
+            assert started.poll() is None, started.communicate()
+            time.sleep(0.01)
+        written_at, dead = until.stat().st_mtime_ns, dead | alive
+        os.kill(alive.pop(), signal.SIGKILL)
     out, err = started.communicate(timeout=PATIENCE_S)
     return Typed(started.returncode, out, err)
+
+
+def _is_whole(path: Path, since: int) -> bool:
+    """Tell whether a checkpoint was written after this, to its end."""
+    return path.exists() and path.stat().st_mtime_ns > since and zipfile.is_zipfile(path)
 
 
 def pids(folder: Path, script: str) -> list[int]:
@@ -254,13 +260,28 @@ def test_nanogpt_in_too_little_host_memory_gets_more_and_ends_the_same(gpt: Proj
     assert equal(torch.load(output(gpt) / "ckpt.pt"), torch.load(gpt.folder / "hand/ckpt.pt"))
 
 
-def test_one_printed_line_of_nanogpt_shows_its_steps(gpt: Project) -> None:
+def test_one_printed_line_tells_progress_by_which_nanogpt_survives_any_number_of_kills(gpt: Project) -> None:
     script = gpt.folder / "train.py"
-    assert script.read_text().count(LOGS) == 1
-    script.write_text(script.read_text().replace(LOGS, STEP + LOGS))
-    configured(gpt, "--max_iters=10", effective_batch=8)
-    assert gpt.types(*SUBMIT).code == 0
-    assert status(gpt)["census"]["figures"]["step"] == 10
+    silent = script.read_text()
+    assert silent.count(LOGS) == 1
+    script.write_text(silent.replace(LOGS, STEP + LOGS))
+    configured(gpt, "--max_iters=150", effective_batch=8)
+    done = killed(gpt, "train.py", output(gpt) / "ckpt.pt", times=4)
+    assert done.code == 0, done.err
+    assert status(gpt)["census"]["figures"]["step"] == 150
+    shutil.rmtree(output(gpt))
+    script.write_text(silent)
+    failed = killed(gpt, "train.py", output(gpt) / "ckpt.pt", times=3)
+    assert failed.code == 7
+    assert causes(gpt) == ["crashed"] * 3, "it saved and said nothing, so no attempt counts as progress"
+
+
+def test_nanogpt_that_says_no_step_ends_at_its_time_limit_and_is_told_what_to_print(gpt: Project) -> None:
+    configured(gpt, "--max_iters=1000000", effective_batch=8)
+    failed = gpt.types(*SUBMIT, "--set", "cluster.train.time=5s")
+    assert failed.code == 7
+    assert causes(gpt) == ["timeout"] * 3
+    assert 'pipeline: {"step"' in failed.err
 
 
 def test_a_forgotten_option_is_named(gpt: Project) -> None:

@@ -94,7 +94,7 @@ def test_what_outgrows_the_memory_or_the_time_of_its_partition_ends_in_the_next(
     causes = {failed["task"]: (failed["cause"], failed["then"]) for failed in run.stage()["failures"]}
     assert causes == {
         1: ("host_oom", "retry with 1152MiB of memory, in main, not small"),
-        2: ("interrupted", "continues with 2 min, in main, not small"),
+        2: ("interrupted", "continues with 2m, in main, not small"),
     }
     assert asks(run)[0] == ("0-3", "small", 576)
     assert sorted(asks(run)[1:]) == [("1", "main", 1152), ("2", "main", 576)]
