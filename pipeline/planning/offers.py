@@ -62,8 +62,8 @@ class Question:
     @property
     def baseline(self) -> HostPart:
         """The memory of a process with torch: that of the fork server, else measured in a child process."""
-        told = getattr(self.executor, "imported_bytes", 0)
-        return measured_in(told, TRAINING) if told else measured_baseline()
+        forked_bytes = getattr(self.executor, "imported_bytes", 0)
+        return measured_in(forked_bytes, TRAINING) if forked_bytes else measured_baseline()
 
 
 def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:

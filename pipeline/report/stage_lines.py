@@ -60,9 +60,9 @@ def _of(name: str, row: tuple[str, Mapping[str, Any]]) -> Any:
     return row[1].get(name, 0)
 
 
-def _counted_by(first: str, columns: Iterable[str], kind: str = "count") -> list[Column]:
-    """Return the columns of a table of the items of a dictionary: the key, then some values."""
-    return [(first, 0), *((name, partial(_of, name), kind) for name in columns)]
+def _counted_by(first: str, columns: Iterable[str]) -> list[Column]:
+    """Return the columns of a table of a dictionary's items: the key, then counts of its values."""
+    return [(first, 0), *((name, partial(_of, name), "count") for name in columns)]
 
 
 def _spaced(columns: list[Column], rows: Iterable[Any]) -> list[RenderableType]:
