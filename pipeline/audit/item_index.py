@@ -35,7 +35,6 @@ class KeyedLines:
         self._table.execute("INSERT OR REPLACE INTO lines VALUES (?, ?)", (key, text))
 
     def get(self, key: bytes) -> str | None:
-        """Return the text of a key."""
         found = self._table.execute("SELECT text FROM lines WHERE key = ?", (key,)).fetchone()
         return found[0] if found else None
 

@@ -263,7 +263,6 @@ class Division:
         return f"c{draws[self.component_N[item]]:016x}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON data."""
         items = np.bincount(self.split_N, minlength=len(self.names))
         _, counts = np.unique(self.component_N, return_counts=True)
         fewest = min(self.fractions) * len(self.split_N)

@@ -170,7 +170,6 @@ class Card(ComputeDevice):
         return self.memory_stats().get(f"{of}_bytes.all.{when}", 0)
 
     def free_and_total_bytes(self) -> tuple[int, int]:
-        """Return the free and the total memory of the card."""
         return torch.accelerator.get_memory_info(self.index)
 
     def reset_peaks(self) -> None:

@@ -129,7 +129,6 @@ def _choose(role: Role, side: ComplexSide, recipe: GraphRecipe) -> ChosenAtoms:
 def _part(
     role: Role, chosen: ChosenAtoms, read: Complex, recipe: GraphRecipe, extra: Mapping[str, Array]
 ) -> PartnerGraph:
-    """Return one partner's graph."""
     structure, partner = chosen.side.structure, read.partners[role]
     centre_3 = centre(chosen.pos_N3)
     edges, paths = _edges(chosen, recipe)
@@ -157,7 +156,6 @@ def _ascii(words: NDArray[np.uint64], width: int) -> NDArray[np.uint8]:
 
 
 def _residues(chosen: ChosenAtoms, row_R: NDArray[np.int32]) -> dict[str, Array]:
-    """Return the arrays of residues."""
     structure, chains = chosen.side.structure, chosen.side.chains
     lengths_C = [chain.last - chain.first for chain in chains]
     return {

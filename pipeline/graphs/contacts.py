@@ -88,7 +88,6 @@ class InterfaceSide:
         return cls(bodies, residue_N, bodies.middle_3S[:, residue_N], bodies.reach_S[residue_N])
 
     def take(self, nodes: NDArray[np.int64]) -> InterfaceSide:
-        """Return these nodes of the side."""
         return InterfaceSide(self.bodies, self.residue_N[nodes], self.middle_3N[:, nodes], self.reach_N[nodes])
 
     def towards(self, partner: InterfaceSide, cutoff: float) -> NDArray[np.int64]:

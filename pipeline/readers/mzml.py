@@ -135,7 +135,6 @@ def _headers(spectrum: Element, said: Mapping[str, Element], named: Mapping[str,
 
 
 def _array(spectrum: Element, accession: str, named: Mapping[str, Element]) -> NDArray[np.float64]:
-    """Return the numbers of one array."""
     for element in spectrum.findall("binaryDataArrayList/binaryDataArray"):
         said = _parameters(element, named)
         if accession in said:

@@ -164,7 +164,6 @@ class Spectra:
             yield path, self._text_headers(path) if _suffix(path) in FORMS else self._hdf5_headers(path)
 
     def read(self, place: Sequence[int]) -> Arrays:
-        """Return the arrays of the spectrum at a place."""
         file, start, *rest = place
         name = "" if self._labels is None else str(rest.pop())
         try:

@@ -240,7 +240,6 @@ def _msp_pair(line: str) -> tuple[str, str] | None:
 
 
 def _msp_peaks(line: str, at: int) -> Iterator[tuple[float, float]]:
-    """Yield the peaks of a line."""
     for part in re.sub(r'"[^"]*"', "", line).split(";"):
         if words := part.replace(",", " ").replace(":", " ").split():
             try:

@@ -231,7 +231,6 @@ def _types(table: AtomTable, sites: Sites) -> NDArray[Any]:
 
 @lru_cache(maxsize=64)  # most files have the same twenty names
 def _types_of(names: tuple[int, ...], parents: tuple[tuple[int, int], ...]) -> NDArray[Any]:
-    """Return the types of some names."""
     parent_of = dict(parents)
     types = [_residue_type(name, parent_of.get(name, 0)) for name in names]
     return np.array([(ord(code or "\0"), kind, modified, cap) for kind, code, modified, cap in types], RESIDUE_TYPE)

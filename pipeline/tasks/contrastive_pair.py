@@ -183,7 +183,6 @@ class ContrastivePair:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Return the names of classes."""
         return class_names(self.classes, where=f"{WHERE}.classes")
 
     @cached_property

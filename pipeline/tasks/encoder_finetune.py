@@ -371,7 +371,6 @@ class EncoderFinetune(TunedSizes):
         return known_figures({"auroc": ranking.auroc(), "auprc": ranking.auprc()})
 
     def example(self, sizes: Sizes) -> SequenceBatch:
-        """Return a batch of these sizes."""
         items, length = sizes[ITEMS], sizes[TOKENS]
         shape = (items, length) if self.by_residue else (items, self.targets)
         token_BL = torch.full((items, length), CLS + 4)

@@ -249,7 +249,6 @@ class SpectraFinetune(PeakSizes):
         return publish_library(folder, outputs, reading, self.library, self.top)
 
     def example(self, sizes: Sizes) -> SpectraBatch:
-        """Return a batch of these sizes."""
         known = float(sizes[ITEMS] * (1 if self._counts_items else self.targets))
         batch = example_batch(sizes, self.targets, masked=self.as_published, related=self.head == EMBEDDING)
         return batch._replace(known=known)

@@ -124,7 +124,6 @@ class EpochOrder:
         self._arranged = lru_cache(1)(self._arrange)
 
     def items(self, epoch: int, step: int) -> Integers:
-        """Return the items of one step."""
         if step >= self._starts[-1]:  # the last, short step
             return np.array(self._shuffled(epoch)[self._starts[-1] * self._batch :], np.int64)
         window = int(np.searchsorted(self._starts, step, side="right")) - 1

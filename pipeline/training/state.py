@@ -47,7 +47,6 @@ class EpochTotals(EpochCounts):
     terms: dict[str, tuple[float, float]] = field(default_factory=dict)  # sums and weights
 
     def add(self, report: StepReport, took_s: float) -> None:
-        """Add a step."""
         items = report.of_all(sum, "items")
         self.fewest = min(self.fewest, items) if self.steps else items
         self.most = max(self.most, items)
@@ -78,7 +77,6 @@ class TrainingState:
     killed: set[str] = field(default_factory=set)  # items left out since the process died on them
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON data."""
         return {**plain(self), **{name: sorted(getattr(self, name)) for name in ("poisoned", "damaged", "killed")}}
 
     def follow(self, monitor: str) -> None:
@@ -96,7 +94,6 @@ class TrainingState:
         return validation.patience is not None and is_same and self.stale >= validation.patience
 
     def count(self, report: StepReport, took_s: float) -> None:
-        """Count a step."""
         self.done += 1
         self.next += 1
         self.totals.add(report, took_s)

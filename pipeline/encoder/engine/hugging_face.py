@@ -178,7 +178,6 @@ class StructureTable:
         return "".join(agreed) if found else UNKNOWN * len(text)
 
     def _rows_of(self, text: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the rows of a sequence."""
         first, last = (np.searchsorted(self._mark_R, np.uint64(_mark(text)), side) for side in ("left", "right"))
         with self._path.open("rb") as lines:
             for place in self._place_R[first:last].tolist():

@@ -104,14 +104,12 @@ class BlockPool:
     next_address: int = 0
 
     def add(self, block: SegmentBlock) -> None:
-        """Add a cached block."""
         key = block.bytes << _ADDRESS_BITS | block.address
         place = bisect_left(self.keys, key)
         self.keys.insert(place, key)
         self.blocks.insert(place, block)
 
     def remove(self, block: SegmentBlock) -> None:
-        """Remove a cached block."""
         self._pop(bisect_left(self.keys, block.bytes << _ADDRESS_BITS | block.address))
 
     def find(self, size: int) -> SegmentBlock | None:

@@ -47,7 +47,6 @@ class NeedsCuda(RuntimeError):
 
     def __init__(self, call: str) -> None:
         super().__init__(f"{call} needs a CUDA device; a step cannot be traced through it.")
-        self.call = call
 
 
 @contextmanager

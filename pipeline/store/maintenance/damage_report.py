@@ -120,7 +120,6 @@ class Summary:
             _add_to(self.notes, {text.partition("\n")[0][:_NOTE_CHARACTERS]: number})
 
     def count(self, finding: DamageFinding) -> None:
-        """Count one finding."""
         self.findings += 1
         self.lost += finding.lost
         _add_to(self.faults, {finding.fault.value: 1})

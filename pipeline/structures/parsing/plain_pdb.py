@@ -266,7 +266,6 @@ def _positions(lines: _AtomLines) -> NDArray[np.float64]:
 
 
 def _occupancies(lines: _AtomLines) -> NDArray[np.float32]:
-    """Return the occupancies."""
     if (lines.column(54, "<u8") & OCCUPANCY_BYTES == ONE).all():
         return np.ones(lines.atoms, np.float32)
     whole_A: NDArray[np.uint32] = lines.column(53, "<u4") & WHOLE_PART | BLANK_BEFORE

@@ -83,7 +83,6 @@ def parse_structure(
 
 
 def _pdb(data: bytes, reading: FileReading, max_residues: int | None) -> AtomTable:
-    """Return the atoms of a PDB file."""
     if reading.chain_names == "label":
         what = "a PDB file has no label chain names; set structures.chain_names: author"
         raise UnusableInput(Reason.MISSING_CHAIN, what)

@@ -61,7 +61,6 @@ class PartnerAtoms:
         return len(self.backbone_RB)
 
     def letters(self) -> NDArray[np.str_]:
-        """Return the letter of each residue."""
         return np.array([*"".join(self.sequences)], np.str_)
 
     def chains(self) -> NDArray[np.int64]:

@@ -343,7 +343,6 @@ class DockingModel(nn.Module):
     trunk: DockingTrunk
 
     def published_forms(self) -> Mapping[str, OriginalForm]:
-        """Return the original's form for this network."""
         as_published = self.trunk.sizes.as_published
         return {"diffdock_pp": replace(FORM, as_published=as_published, constants=partial(_constants, self))}
 

@@ -99,7 +99,6 @@ class Vocabulary:
         return "".join(self.names[letter] for letter in letter_L[before_end(letter_L)])
 
     def mass(self, letter_R: NDArray[np.integer]) -> float:
-        """Return the mass of a peptide."""
         return float(self.masses_V[letter_R].sum()) + self.water
 
 

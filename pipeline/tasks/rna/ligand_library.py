@@ -48,7 +48,6 @@ class LigandEmbeddings:
         return {name.decode() if isinstance(name, bytes) else str(name): row for row, name in enumerate(ids)}
 
     def keys(self) -> list[str]:
-        """Return all keys."""
         return list(self._file if self._rows is None else self._rows)
 
     def of_pocket(self, name: str, width: int) -> Floats | None:

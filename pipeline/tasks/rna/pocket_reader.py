@@ -381,7 +381,6 @@ class RnaPockets:
                 yield entry_rejection(id_, error, split, path, 0)
 
     def read(self, place: str) -> Mapping[str, NDArray[Any]]:
-        """Return the arrays of the pocket at a place."""
         try:
             return self._pocket(self._folder / place)
         except UnusableEntry as error:
@@ -398,7 +397,6 @@ class RnaPockets:
         return read_pocket(_content(path), _content(beside), self.residues)
 
     def _splits(self) -> dict[str, str]:
-        """Return the split of each pocket."""
         if self.splits:
             return _given_splits(Path(self.splits), allow_divided=self.divided == "allow")
         groups: dict[str, Callable[[str], str]] = {"complex": complex_of, "ligand": ligand_of, "model": str}

@@ -97,7 +97,6 @@ class Rerun:
     norm: float | None = None  # of all gradients, where every part ran
 
     def of(self, outcome: PartOutcome) -> list[PartResult]:
-        """Return the results with this outcome."""
         return [result for result in self.results if result.outcome is outcome]
 
 
@@ -228,7 +227,6 @@ class _Sums(StepClock):
         self.sums: dict[str, float] = {}
 
     def terms(self, terms: Mapping[str, Tensor]) -> None:
-        """Record the sums."""
         self.sums = {name: float(total.detach()) for name, total in terms.items()}
 
 

@@ -103,7 +103,6 @@ class BatchLayout:
         return int(self.bounds[axis][-1])
 
     def roles(self) -> list[str]:
-        """Return the roles of partners in the batch."""
         return [role.value for role in Role if f"{role.value}.{NODE}" in self.bounds]
 
     def residues(self, role: str) -> str:

@@ -193,7 +193,6 @@ def _cut_edges(
 
 
 def _cut_part(part: PartnerGraph, new_N: Integers) -> PartnerGraph:
-    """Return the cropped graph of a partner."""
     kept_N = new_N >= 0
     if kept_N.all():
         return part

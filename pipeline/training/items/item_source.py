@@ -153,7 +153,6 @@ class DamagedItems:
             return True
 
     def leave_out(self, error: PipelineError) -> Rejection:
-        """Return a rejection of the error's item."""
         with self._lock:
             if error.item not in self._skipped:
                 self._skipped[error.item] = Rejection(error.item, Reason.DAMAGED, f"{error.where}: {error.what}")

@@ -208,7 +208,6 @@ class TableBuilder:
             self.items.add(json.dumps(kept, separators=(",", ":")))
 
     def add_all(self, other: TableBuilder) -> None:
-        """Add the items of another table."""
         if len(self) and len(other) and other.sizes.keys() != self.sizes.keys():
             raise ValueError("every item needs the same sizes")
         number_of = bytes(self._split(name, other.ids.texts()[0]) for name in other.splits)

@@ -91,7 +91,6 @@ class Epoch(EpochCounts):
         return self.seconds.get(READ, 0.0) / self.wall_s if self.wall_s else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON data."""
         return dict(finite(asdict(self)))
 
     @classmethod
@@ -137,12 +136,10 @@ class MetricsLog:
         self._epochs, self._figures = _StepLines(folder / EPOCHS, step), _StepLines(folder / FIGURES, step)
 
     def epoch(self, epoch: Epoch) -> None:
-        """Log the metrics of an epoch."""
         self._epochs.append(epoch.to_json())
         self._track(lambda tracker: tracker.scalars(epoch.step, epoch.scalars()))
 
     def log(self, step: int, figures: Mapping[str, float | None]) -> None:
-        """Log some metrics of a step."""
         self._figures.append(finite({STEP: step, **figures}))
         known = {name: float(value) for name, value in figures.items() if value is not None}
         self._track(lambda tracker: tracker.scalars(step, known))

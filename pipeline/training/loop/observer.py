@@ -134,7 +134,6 @@ class TrainingObserver:
     # Metrics
 
     def step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Log the metrics of a step."""
         memory = self.meter.read()
         if self._metrics is not None:
             self._metrics.log(step, {**metrics, "reserved_bytes": float(memory.reserved_bytes)})

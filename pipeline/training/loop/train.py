@@ -151,7 +151,6 @@ class Job:
         return WorkedOn(self.context.on)
 
     def task_of(self, phase: PhasePlan) -> Task:
-        """Return the task by which a phase is trained."""
         return self.stage_tasks.get(phase.name, self.task)
 
     def budget_of(self, budget: int) -> int:
@@ -280,7 +279,6 @@ def _checkpoints(job: Job, step: Step) -> CheckpointFolder:
 
 
 def _watch(job: Job, step: Step, checkpoints: CheckpointFolder) -> TrainingObserver:
-    """Return the observer of the training."""
     return TrainingObserver(
         job.train,
         job.prepared,

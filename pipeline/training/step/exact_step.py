@@ -439,7 +439,6 @@ class ExactStep:
         return [int(self.cost_N[number]) for number in piece.numbers]
 
     def cost(self, piece: Piece) -> int:
-        """Return the memory cost of a piece."""
         return self.governor.cost(self._costs(piece))
 
     def go_back(self) -> None:
