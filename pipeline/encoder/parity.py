@@ -91,7 +91,7 @@ def check_parity(
     verdict = judge_rows(found, wanted, precision, cls=cls)
     if not verdict.passed and precision == "fp32":
         truth = rows_of(torch.float64)
-        verdict = beside_the_truth(judge_rows(found, truth, precision, cls=cls), wanted, truth)
+        verdict = against_double(judge_rows(found, truth, precision, cls=cls), wanted, truth)
     return verdict, encoder
 
 
@@ -121,7 +121,7 @@ def no_room(what: str, device: str, where: str = "") -> PlanInfeasible:
     return PlanInfeasible(f"{what} not fit into the memory of this process", where=where, remedy=remedy)
 
 
-def beside_the_truth(ours: ParityVerdict, theirs: Sequence[Rows], truth: Sequence[Rows]) -> ParityVerdict:
+def against_double(ours: ParityVerdict, theirs: Sequence[Rows], truth: Sequence[Rows]) -> ParityVerdict:
     """Return a verdict for weights with which fp32 itself is imprecise: the reference's error sets the threshold."""
     away = 1 - min(_lowest_cosine(*pair) for pair in zip(theirs, truth, strict=True))
     return ParityVerdict(ours.lowest, ours.sequences, max(_DOUBTFUL, min(ours.threshold, 1 - _LEEWAY * away)))

@@ -243,7 +243,7 @@ class Store:
             self.own.distrusts_index = record is not None
             self.own.forget()
         if record is None:
-            raise self._noted(self._why_not(key))
+            raise self._noted(self._missing_error(key))
         return record
 
     def read(self, keys: Iterable[bytes]) -> Iterator[Record]:
@@ -301,7 +301,7 @@ class Store:
                 layer.damaged.add(place)
         return None
 
-    def is_whole_beside(self, key: bytes, shards: Container[str]) -> bool:
+    def has_whole_elsewhere(self, key: bytes, shards: Container[str]) -> bool:
         """Return whether another layer, or a shard other than these, has an intact copy of a record, by reading it."""
         copies = (p for p in self._copies(key) if p.shard not in shards or self._layers[p.layer] is not self.own)
         return any(self.whole_at(key, place) for place in copies)
@@ -394,7 +394,7 @@ class Store:
                 records.append((key, error))
         return records
 
-    def _why_not(self, key: bytes) -> Failure:
+    def _missing_error(self, key: bytes) -> Failure:
         """Return the error for a record without an intact copy."""
         if key in self._reasons:
             shard, reason = self._reasons[key]

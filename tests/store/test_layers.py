@@ -144,10 +144,10 @@ def test_shards_of_the_same_name_in_two_layers_are_told_apart(shared, tmp_path):
     store = CacheFolder.over(tmp_path / "mine", shared).kind("scan")
     assert is_right(store.get(key_of(1)), key_of(1))
     shard = store.locate([key_of(0)])[0][0].shard
-    assert store.is_whole_beside(key_of(0), {shard})  # beneath
+    assert store.has_whole_elsewhere(key_of(0), {shard})  # beneath
     fill(tmp_path / "mine", 5)
     mine = CacheFolder(tmp_path / "mine").kind("scan").locate([key_of(5)])[0][0].shard
-    assert not store.is_whole_beside(key_of(5), {mine})
+    assert not store.has_whole_elsewhere(key_of(5), {mine})
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOTCONN, errno.EACCES, errno.EIO])

@@ -240,5 +240,5 @@ class _Check:
         return Checked(kind, name, 0, (), (DamageFinding(kind, Fault.UNREADABLE, what, name), *records))
 
     def _damaged(self, name: str, key: bytes, fault: Fault, what: str) -> DamageFinding:
-        lost = not self.store.is_whole_beside(key, {name})
+        lost = not self.store.has_whole_elsewhere(key, {name})
         return DamageFinding(self.store.kind, fault, what, name, key.hex(), lost)

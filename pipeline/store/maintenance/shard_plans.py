@@ -401,7 +401,7 @@ def repair(
         for plan in batch:  # only now: a record that one shard has lost may have been saved from another
             going = {other.shard for other in batch if other.store is plan.store and other.fate in RETIRED}
             keys = {finding: bytes.fromhex(finding.key) for finding in plan.lost}
-            plan.lost = tuple(one for one, key in keys.items() if not plan.store.is_whole_beside(key, going))
+            plan.lost = tuple(one for one, key in keys.items() if not plan.store.has_whole_elsewhere(key, going))
             repaired.count(plan)
         if repaired.lost or repaired.unknown:
             repaired.missing = _publish_missing(cache, by, begun, batch)

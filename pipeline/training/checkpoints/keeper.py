@@ -267,7 +267,7 @@ class Keeper:
         """
         self.finish()
         state = self._packed(step, training, own)
-        behind = not wait and self._goes_behind(state)
+        behind = not wait and self._has_room_for_copies(state)
         if behind:
             tensors, own_tensors = self._staging.copied(state.tensors), self._own_staging.copied(state.own)
             state = replace(state, tensors=tensors, own=own_tensors)
@@ -319,7 +319,7 @@ class Keeper:
         state = State(state.tensors, data, own_tensors, json.loads(json.dumps(own))).parted
         return replace(state, tensors={}) if self.ranks.rank else state
 
-    def _goes_behind(self, state: State) -> bool:
+    def _has_room_for_copies(self, state: State) -> bool:
         """Tell whether all ranks have room for copies of what they save."""
         if self.behind is False:
             return False

@@ -129,13 +129,13 @@ class Evaluator:
         self._governor = Governor(ladder=(HOST,) if leaves else ())
         self.loader.set_epoch(0)
         try:
-            yield from self._all_together() if self.step.is_spread else self._apart()
+            yield from self._run_jointly() if self.step.is_spread else self._run_alone()
         finally:
             if self._writer is not None:
                 self._writer.flush()
             self._writer = None
 
-    def _apart(self) -> Iterator[Reason | None]:
+    def _run_alone(self) -> Iterator[Reason | None]:
         """Evaluate this rank's items independently of the other ranks."""
         assert self.loader is not None
         for batch in self.loader.read():
@@ -145,12 +145,12 @@ class Evaluator:
             run = partial(self._evaluate, whole)
             for cut, error in each_that_fits(self._governor, self._costs(whole), run, device=self.step.device):
                 piece = whole.part(cut)
-                yield from [self._fits_nowhere(piece, error)] if error else [None] * len(piece)
+                yield from [self._leave_out_oversize(piece, error)] if error else [None] * len(piece)
             if signal := self.ending():
                 self.ended_by = signal
                 return
 
-    def _all_together(self) -> Iterator[Reason | None]:
+    def _run_jointly(self) -> Iterator[Reason | None]:
         """Evaluate in step with all ranks, as a model that is sharded over them needs."""
         from pipeline.training.step.fsdp import joint_turns
 
@@ -174,7 +174,7 @@ class Evaluator:
                     can_be_cut = self._governor.failed(self._costs(turn.piece))
                     turn.instead = list(self._cuts(turn.piece)) if can_be_cut else []
                     if not can_be_cut:
-                        yield self._fits_nowhere(turn.piece, error, counts=turn.counts)
+                        yield self._leave_out_oversize(turn.piece, error, counts=turn.counts)
             elif turn.counts:
                 self._keep(turn.piece, *done[0])
                 yield from [None] * len(turn.piece)
@@ -190,7 +190,7 @@ class Evaluator:
         self.reject(rejection)
         return rejection.reason
 
-    def _fits_nowhere(self, piece: Piece, error: str, *, counts: bool = True) -> Reason:
+    def _leave_out_oversize(self, piece: Piece, error: str, *, counts: bool = True) -> Reason:
         """Leave out an item that does not fit, if `train.too_large` allows it and the item is this rank's own."""
         name = piece.ids[0]
         if self.too_large == ERROR or not counts:

@@ -185,12 +185,12 @@ def predict(job: ApplyJob) -> Generator[Reason | None, None, None]:
     if applied is None:
         return
     with job.ranks.patient("writing predictions"):
-        if job.ranks.rank == 0 and (whole := _of_all_tasks(job, applied)) is not None:
+        if job.ranks.rank == 0 and (whole := _merged_over_tasks(job, applied)) is not None:
             _write_predictions(job, whole)
         job.ranks.exchange({})
 
 
-def _of_all_tasks(job: ApplyJob, applied: ApplyResult) -> ApplyResult | None:
+def _merged_over_tasks(job: ApplyJob, applied: ApplyResult) -> ApplyResult | None:
     """Return the results of all tasks to the one that writes them, once all are done; None to the others.
 
     Each task leaves a note before it looks for the notes of the others, so at least one task finds them all. The first

@@ -59,13 +59,13 @@ class Phase:
         """Return the sampler's state at a step of an epoch."""
         return {**self.loader.sampler.state_dict(), "epoch": epoch, "step": step}
 
-    def cut_by(self, budget: int) -> None:
+    def set_budget(self, budget: int) -> None:
         """Make the sampler cut micro-batches to a budget, if it uses one."""
         sampler = self.loader.sampler
         if sampler.settings.budget:
             sampler.adjust({**sampler.settings.budget, "cost": budget})
 
-    def hasten_readers(self, seconds: Mapping[str, float], host: HostMeter | None) -> bool:
+    def switch_readers(self, seconds: Mapping[str, float], host: HostMeter | None) -> bool:
         """Switch to reader processes if threads fell behind and there is memory and a core; return whether it did."""
         waited_s = seconds.get(READ, 0.0)
         fell_behind = waited_s > max(FELL_BEHIND_S, FELL_BEHIND * sum(seconds.values()))

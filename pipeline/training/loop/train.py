@@ -216,7 +216,7 @@ def trainer_of(job: Job) -> Trainer:
     host = HostMeter(limit_bytes=job.context.mem_bytes or None)
     behind = train.checkpoints.asynchronous
     warn = partial(job.context.report.warnings.__setitem__, "checkpoints")
-    keeper = Keeper(checkpoints, ranks, fresh=Fresh(job), say=job.say, warn=warn, behind=behind, host=host)
+    keeper = Keeper(checkpoints, ranks, fresh=StepReset(job), say=job.say, warn=warn, behind=behind, host=host)
     stepper.upkeep.begin()
     hosts = [reply["host"] for reply in ranks.exchange({"host": job.context.place.host})]
     return Trainer(
@@ -356,7 +356,7 @@ def begin_with(job: Job, model: nn.Module) -> None:
             job.say(f"  {line}")
 
 
-class Fresh:
+class StepReset:
     """Resets a step to the beginning of its training; the first call finds it there already."""
 
     def __init__(self, job: Job) -> None:

@@ -161,7 +161,7 @@ class Trainer:
     def _switch(self, phase: Phase, governor: Governor) -> None:
         self.phase, self.step.task = phase, phase.task
         self.stepper.governor, self.stepper.cost_N = governor, phase.cost_N
-        phase.cut_by(governor.budget)
+        phase.set_budget(governor.budget)
 
     def _end_epoch(self) -> None:
         """Validate where due, report, prepare the next epoch, and save."""
@@ -174,7 +174,7 @@ class Trainer:
             return
         value = state.judge(metrics, validation)
         self._report_epoch(metrics, self.step.clock.restart())
-        if self.train.readers == "auto" and self.phase.hasten_readers(state.totals.seconds, self.host):
+        if self.train.readers == "auto" and self.phase.switch_readers(state.totals.seconds, self.host):
             self.observer.say(
                 "reading fell behind: switching to reader processes (to prevent: --set train.readers=threads)"
             )
@@ -215,7 +215,7 @@ class Trainer:
             norm = None if report.damaged or report.not_finite else self.stepper.take(report)
         if report.damaged:
             self.stepper.go_back()
-            self._lose(report.damaged)
+            self._skip_damaged(report.damaged)
             self._restarts = True
             return
         if self.stepper.lost:
@@ -224,7 +224,7 @@ class Trainer:
         if self.done > self._furthest:
             self._rollbacks = 0
         if norm is None:
-            self._poison(share, report)
+            self._handle_not_finite(share, report)
         else:
             self.state.count(report, time.monotonic() - self._step_began_s)
         if not self._restarts:
@@ -251,7 +251,7 @@ class Trainer:
         if self.governor.adopt(least.budget):
             budget = f"micro-batches cost {self.governor.budget:,} at most from here"
             self.observer.say(f"step {self.done}: {budget} ({least.why})")
-            self.phase.cut_by(self.governor.budget)
+            self.phase.set_budget(self.governor.budget)
             self._restarts = True  # batches that were read ahead are cut for another budget
         with self.step.clock.within(OBSERVE):
             self.stepper.between_steps()
@@ -313,7 +313,7 @@ class Trainer:
             return None
         skipped = self.damaged.newly_skipped() if self.damaged else []
         if lost := {item for reply in self.ranks.exchange({"damaged": skipped}) for item in reply["damaged"]}:
-            self._lose(lost)
+            self._skip_damaged(lost)
         self.state.validated = self.done
         return metrics
 
@@ -368,14 +368,14 @@ class Trainer:
         if self.done and wanted == self.governor.budget:  # so a resumed run knows the same as an uninterrupted one
             self.governor.learned = learned
         if self.governor.adopt(min(report["budget"] for report in self.ranks.exchange({"budget": wanted}))):
-            self.phase.cut_by(self.governor.budget)
+            self.phase.set_budget(self.governor.budget)
 
     # Failures
 
-    def _poison(self, share: RankShare, report: StepReport) -> None:
+    def _handle_not_finite(self, share: RankShare, report: StepReport) -> None:
         """Handle a step that is not finite, as `train.nan` says."""
         number, kind = self.done + 1, "loss" if report.not_finite else "gradient"
-        items = self._culprits(share, report)
+        items = self._not_finite_items(share, report)
         named = f"of {', '.join(items[:5])}" if items else "no single item causes it"
         problem = f"the {kind} of step {number} {NOT_FINITE} ({named})"
         policy = self.train.nan
@@ -392,7 +392,7 @@ class Trainer:
         self.state.poisoned.add(number)
         self._roll_back(problem, number)
 
-    def _culprits(self, share: RankShare, report: StepReport) -> list[str]:
+    def _not_finite_items(self, share: RankShare, report: StepReport) -> list[str]:
         """Undo the step; return the items of all ranks that are not finite on their own."""
         self.stepper.go_back()
         is_shared = self.step.is_spread or self.stepper.is_joint or not report.not_finite
@@ -402,7 +402,7 @@ class Trainer:
         self.stepper.go_back()
         return items
 
-    def _lose(self, items: set[str]) -> None:
+    def _skip_damaged(self, items: set[str]) -> None:
         """Continue without items that cannot be read; raise if too many are lost by now.
 
         Before the error, the state from before the first skipped item is saved as the newest checkpoint.

@@ -103,13 +103,13 @@ class Governed:
         `too_large` decides about an item that does not fit alone. `clip` limits the gradient norm; `backward` replaces
         torch's. `events` lists what happened; `on_event` is called with each event.
         """
-        self._wrappers = wrappers_of(model)
+        self._wrappers = ddp_wrappers(model)
         self._step = step = _OwnStep(model, optimizer, clip)
         step.backward = backward
         step.scaler = step.scaler if scaler is None else scaler
         self.ranks: Ranks = ranks_of(step.device)
         if self.ranks.world > 1:
-            begin_alike(model, self.ranks)
+            broadcast_parameters(model, self.ranks)
         meter = None if step.device == CPU else CardMeter(step.device)
         upkeep = Maintenance(MaintenanceSettings(), step.device)
         self._exact = _OwnExactStep(
@@ -292,7 +292,7 @@ def ranks_of(device: str) -> Ranks:
     return group
 
 
-def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
+def ddp_wrappers(model: nn.Module) -> list[DistributedDataParallel]:
     """Return the DDP wrappers in a model; refuse FSDP."""
     for module in model.modules():
         kind = SHARED_OUT & {of.__name__ for of in type(module).__mro__}
@@ -302,7 +302,7 @@ def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
     return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
-def begin_alike(model: nn.Module, ranks: Ranks) -> None:
+def broadcast_parameters(model: nn.Module, ranks: Ranks) -> None:
     """Copy the parameters and buffers of the first rank to all others, bit for bit."""
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
         problem = "SyncBatchNorm exchanges statistics within every pass: an OOM on one rank would hang the rest"

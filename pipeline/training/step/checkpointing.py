@@ -36,11 +36,11 @@ class Recomputing:
         """Set the number of checkpointed blocks; not during a forward."""
         if blocks and not self._is_wrapped:
             for place, block in enumerate(repeated(self._model).values()):
-                block.forward = self._again(block, place)
+                block.forward = self._checkpointed(block, place)
             self._is_wrapped = True
         self.blocks = blocks
 
-    def _again(self, block: nn.Module, place: int) -> Callable[..., Any]:
+    def _checkpointed(self, block: nn.Module, place: int) -> Callable[..., Any]:
         forward = block.forward
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -75,7 +75,7 @@ class OwnBuffers(AbstractContextManager[None]):
             norm._buffers = buffers  # noqa: SLF001
 
 
-def twin(model: nn.Module) -> nn.Module:
+def host_copy(model: nn.Module) -> nn.Module:
     """Return a copy of a model in the host's memory, made without a second copy on the GPU."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():

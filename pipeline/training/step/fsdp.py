@@ -331,7 +331,7 @@ class SpreadModel:
             part.set_force_sum_reduction_for_comms(True)  # gloo supports nothing else
             part.set_custom_all_gather(Gather(self.passes, self.ranks))
             part.set_custom_reduce_scatter(ReduceScatter(self.passes, self.ranks))
-            part.register_forward_pre_hook(self._listen)
+            part.register_forward_pre_hook(self._note_gradients)
         # Ranks may use different parameters, where a term has no items on one of them.
         parts[-1].set_reduce_scatter_unused_params(True)
         return parts
@@ -358,7 +358,7 @@ class SpreadModel:
             if numbers[id(parameter)] not in used:
                 parameter.grad = None
 
-    def _listen(self, module: nn.Module, _: Any) -> None:
+    def _note_gradients(self, module: nn.Module, _: Any) -> None:
         """Register, once a block's parameters are first gathered, a hook on each that notes when it gets a gradient."""
         if not torch.is_grad_enabled() or id(module) in self._known:
             return
@@ -456,7 +456,7 @@ class ExactShardedStep(ExactStep):
     def _accompany(self, share: RankShare, piece: Piece) -> None:
         """Run another rank's item along, in the pass that runs or in the one that weighs."""
         with self.step.remedied(piece.rung):
-            (self.step.accompany if share.is_last_pass else self.step.aside)(piece.collated())
+            (self.step.accompany if share.is_last_pass else self.step.pure_terms)(piece.collated())
 
     def not_finite(self, share: RankShare) -> list[str]:
         """Return the ids of this rank's items whose own loss is not finite; all ranks must call it."""

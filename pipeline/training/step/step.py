@@ -26,7 +26,7 @@ from pipeline.errors import ConfigError
 from pipeline.memory.footprint import EVERY_BLOCK
 from pipeline.protocol import Weights
 from pipeline.training.loss_terms import added, sums_by_name
-from pipeline.training.step.checkpointing import Pinned, Recomputing, offloaded, twin
+from pipeline.training.step.checkpointing import Pinned, Recomputing, host_copy, offloaded
 from pipeline.training.step.optimizers import (
     checked_terms,
     evaluated_terms,
@@ -141,7 +141,7 @@ class Step:
         """Return the weights of a batch's terms: from the task's `weights`, else by running the model."""
         if isinstance(self.task, Weights):
             return self.task.weights(batch)
-        return {name: weight for name, (_, weight) in self.aside(batch).items()}
+        return {name: weight for name, (_, weight) in self.pure_terms(batch).items()}
 
     @property
     def needs_weights(self) -> bool:
@@ -195,7 +195,7 @@ class Step:
         own = {name: (total.detach().to(self.device), weight) for name, (total, weight) in terms.items()}
         self._totals = added(self._totals, own)
 
-    def aside(self, batch: Batch) -> Terms:
+    def pure_terms(self, batch: Batch) -> Terms:
         """Return the terms of a micro-batch without side effects on gradients, batch statistics or random numbers."""
         with self.evaluating(), RngState.preserved(self.device):
             with self.saved():  # a loss through a derivative saves activations here, too
@@ -318,7 +318,7 @@ class Step:
     @contextmanager
     def _on_host(self) -> Iterator[None]:
         """Run a copy of the model on the CPU in full precision, and add its gradients to the model's own."""
-        own, self.model, self._is_on_host = self.model, twin(self.model), True
+        own, self.model, self._is_on_host = self.model, host_copy(self.model), True
         try:
             yield
             self._take_gradients(own)

@@ -13,7 +13,7 @@ from pipeline.encoder.esm2 import EsmEncoder
 from pipeline.encoder.esm_checkpoint import load_esm_checkpoint
 from pipeline.encoder.parity import (
     Reference,
-    beside_the_truth,
+    against_double,
     check_parity,
     judge_rows,
     sample_sequences,
@@ -132,4 +132,4 @@ def test_where_fp32_itself_is_in_doubt_fair_esm_is_the_measure_and_a_wrong_encod
     truth = Reference(doubtful, 6, CPU, torch.float64)(sample_sequences())
     theirs = Reference(doubtful, 6, CPU)(sample_sequences())
     wrong = broken(doubtful, layers__5__fc2__bias=lambda bias: bias + 0.05 * torch.arange(64) % 0.5)
-    assert not beside_the_truth(verdict_on(wrong, truth, layer=6), theirs, truth).passed
+    assert not against_double(verdict_on(wrong, truth, layer=6), theirs, truth).passed

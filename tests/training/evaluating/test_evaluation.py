@@ -24,7 +24,7 @@ from pipeline.training.checkpoints.keeper import model_key, model_state
 from pipeline.training.checkpoints.trained_weights import load_checkpoint
 from pipeline.training.evaluating.evaluator import ApplyJob, ApplyResult, apply_model
 from pipeline.training.evaluating.outputs import GatheredOutputs
-from pipeline.training.evaluating.results import _of_all_tasks
+from pipeline.training.evaluating.results import _merged_over_tasks
 from pipeline.training.items.item_table import ItemTable, table_digest
 from pipeline.training.prepared import ModelFolder, PhasePlan, RowShare, cut_rows
 from pipeline.training.ranks import Ranks
@@ -404,7 +404,7 @@ def finished(folder: Path, task: int, run: str = "run") -> ApplyResult | None:
     rejected, examples = {"parse_error": task}, {"parse_error": f"item {task}"}
     evaluation: Any = None
     chosen: Any = None
-    return _of_all_tasks(job, ApplyResult(evaluation, chosen, folder, "of", rejected, examples))
+    return _merged_over_tasks(job, ApplyResult(evaluation, chosen, folder, "of", rejected, examples))
 
 
 def test_the_last_of_the_tasks_writes_what_all_of_them_gave(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError
 from pipeline.training.own_loops import governed as governed_module
-from pipeline.training.own_loops.governed import Governed, begin_alike, wrappers_of
+from pipeline.training.own_loops.governed import Governed, broadcast_parameters, ddp_wrappers
 from pipeline.training.ranks import Ranks
 from pipeline.training.ranks.process_group import ProcessGroup
 from tests.training.ranks.crews import crew
@@ -191,13 +191,13 @@ class FSDPModule(nn.Linear):
 
 def test_a_model_whose_parameters_are_shared_out_is_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match="gathers parameters"):
-        wrappers_of(nn.Sequential(FSDPModule(2, 2)))
+        ddp_wrappers(nn.Sequential(FSDPModule(2, 2)))
 
 
 def test_statistics_that_ranks_exchange_within_a_pass_are_refused_with_what_to_do() -> None:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(2)))
     with pytest.raises(ConfigError, match=r"exchanges statistics(.|\n)*leave out convert_sync_batchnorm"):
-        begin_alike(model, Ranks())
+        broadcast_parameters(model, Ranks())
 
 
 def unlike(group: ProcessGroup) -> str:
