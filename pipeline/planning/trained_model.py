@@ -331,8 +331,8 @@ def portable_settings(config: Config, *, there: bool = False) -> dict[str, Any]:
         files = _names_of_weights(config, there=there)
         kept["embed"]["weights"] = files[config.embed.weights]
         for name, other in config.embed.also.items():
-            other, base = plain["embed"]["also"][name], plain["embed"]
-            differs = {key: value for key, value in other.items() if key != "also" and value != base[key]}
+            own, base = plain["embed"]["also"][name], plain["embed"]
+            differs = {key: value for key, value in own.items() if key != "also" and value != base[key]}
             kept["embed"]["also"][name] = differs | {"weights": files[other.weights]}
     return {section: values for section, values in kept.items() if values}
 
