@@ -87,7 +87,7 @@ def main() -> int:
         f"{', '.join(f'{ratio:.2f}×' for ratio in memory.values())}; {min(time):.2f} to {max(time):.2f}×; "
         f"{min(files):,.0f} to {max(files):,.0f}",
         "growth.py",
-        "" if reached else f"The largest process of {worst} holds a few hundred bytes of each item.",
+        "" if reached else f"The largest process of {worst} holds some tens of bytes of each item.",
     )
     return publish([row], save=typed.save)
 

@@ -63,7 +63,7 @@ class BlockTally:
 
 
 T = TypeVar("T", bound=BlockTally)
-_ONCE = ("lines", "absent")  # are taken from each block, and not added up
+_ONCE = ("keys", "lines", "rows", "absent")  # are taken from each block, and not added up
 
 
 def add_up(total: Any, part: Any) -> None:
@@ -76,7 +76,7 @@ def add_up(total: Any, part: Any) -> None:
             add_up(have, more)
         elif isinstance(have, dict):
             _add_entries(have, more)
-        elif isinstance(have, array | bytearray):
+        elif isinstance(more, array | bytearray):
             have.extend(more)
         elif isinstance(have, str | bool):
             setattr(total, name, have or more)
@@ -224,9 +224,9 @@ class FoundTallies(Generic[T]):
     def verify(self, blocks: Iterable[bytes], records: Mapping[str, WholeRecords]) -> None:
         """Forget the tallies of blocks with missing or damaged records."""
         for chunk in in_chunks(blocks, BLOCKS_AT_ONCE):
-            tallies = [self.get(block) for block in chunk]
+            keys = [tally.keys if (tally := self.get(block)) else {} for block in chunk]
             for kind, whole in records.items():
-                columns = [tally.keys.get(kind, b"") if tally else b"" for tally in tallies]
+                columns = [column.get(kind, b"") for column in keys]
                 whole_K = whole.mask(_split_keys(b"".join(columns)))
                 owner_K = np.repeat(np.arange(len(chunk)), [len(column) // KEY_BYTES for column in columns])
                 self._lost |= {chunk[number] for number in np.unique(owner_K[~whole_K])}

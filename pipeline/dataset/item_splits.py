@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -201,6 +201,15 @@ class LeakingItems:
     group_M: NDArray[np.int64]
     split_M: NDArray[Any]
     ordinal_M: NDArray[Any]
+
+    @classmethod
+    def joined(cls, parts: Iterable[LeakingItems]) -> LeakingItems:
+        """Return the items of several parts, which have nothing in common."""
+        groups, columns = 0, []
+        for part in parts:
+            columns.append((part.group_M + groups, part.split_M, part.ordinal_M))
+            groups += int(part.group_M.max(initial=-1)) + 1
+        return cls(*map(np.concatenate, zip(*columns, strict=True)))
 
 
 def find_leaking(digest_K: NDArray[np.uint64], split_K: NDArray[Any], ordinal_K: NDArray[Any]) -> LeakingItems:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pipeline.command_line import Command
 from pipeline.config.load import find_config, from_resolved, read_config
 from pipeline.dataset import reader_items
@@ -60,7 +62,7 @@ def open_loader(
         raise
     table = table if split is None else table.of_split(split)
     rows = rows_of(project) if embed else None
-    data = content_digest(table.key_N16.tobytes()).hex()
+    data = content_digest(np.ascontiguousarray(table.key_N16).data).hex()
     place = place_in_group if rank is None else None
     sampler = Sampler(table.sizes, settings, rank=rank or 0, ranks=ranks or 1, data=data, place=place)
     return Loader(source_of(project, table), rows, sampler, **options)
@@ -97,17 +99,17 @@ def rows_of(project: Project) -> Embeddings | None:
 def made_table(project: Project) -> str | None:
     """Return the key, in hex, of the table that `table_of` returns; None where there is none, or it was removed."""
     try:
-        return next((key.hex() for key, _ in _tables(project)), None)
+        return next((key.hex() for key in _tables(project)), None)
     except (CacheDamaged, RecordMissing):  # the cache was cleaned: stage graph writes it again
         return None
 
 
-def _tables(project: Project) -> Iterator[tuple[bytes, ItemTable]]:
-    """Yield the tables of successful runs that made these graphs of this data set, newest first."""
+def _tables(project: Project) -> Iterator[bytes]:
+    """Yield the keys of the tables of successful runs that made these graphs of this data set, newest first."""
     if reader_items.is_reader(project.config):
-        for folder, entered, table in reader_items.reader_tables(project):
+        for folder, entered, _ in reader_items.reader_tables(project):
             if folder.table.exists():  # its check let it pass
-                yield entered, table
+                yield entered
         return
     wanted, lost = _made_from(project.config), None
     for folder in reversed(runs_in(project.config.cluster.runs)):
@@ -117,7 +119,8 @@ def _tables(project: Project) -> Iterator[tuple[bytes, ItemTable]]:
             continue
         if _made_from(frozen) == wanted:
             try:
-                yield key, ItemTable.read(project.cache.kind("sets"), key)
+                ItemTable.read(project.cache.kind("sets"), key, lambda page: page.take(np.empty(0, np.int64)))
+                yield key
             except (CacheDamaged, RecordMissing) as error:
                 lost = lost or error
     if lost:
@@ -128,8 +131,8 @@ def table_of(project: Project) -> ItemTable:
     """Return the table of the newest successful run that made these graphs, or read what a reader gives."""
     again = Command.submit("scan" if reader_items.is_reader(project.config) else "graph")
     try:
-        for _, table in _tables(project):
-            return table
+        for key in _tables(project):
+            return ItemTable.read(project.cache.kind("sets"), key)
     except (CacheDamaged, RecordMissing) as error:
         raise type(error)(error.what, where=error.where, remedy=again) from error
     what = "this data set has no graphs with this configuration"

@@ -343,9 +343,9 @@ def rejection(item: Item, reason: Reason, detail: str) -> Rejection:
 REMEMBERED = (StageName.SCAN, StageName.EMBED, StageName.GRAPH)  # kinds whose needed records are remembered
 
 
-def remember_needed(project: Project, kind: str, keys: bytes | bytearray) -> None:
+def remember_needed(project: Project, kind: str, keys: Any) -> None:
     """Record in the cache which records of a kind the data set needs (best effort)."""
-    remember_keys(project.cache.disk, project.cache.root, kind, deciding(project.config, kind), keys)
+    remember_keys(project.cache.disk, project.cache.root, kind, deciding(project.config, kind), keys.pieces("u1"))
 
 
 def recall_needed(cache: CacheFolder, config: Config, kind: str) -> WantedKeys | None:

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 PUBLISH_EVERY_S = 60.0
 LOOKED_UP_AT_ONCE = 4096
+MOST_READ = 1 << 16  # keys of which it is remembered that they were read
 _IN_FULL = Command.submit("embed").with_settings(("embed.precision", "fp32"))
 
 
@@ -73,10 +74,12 @@ class EmbeddingVerifier:
 
     def __init__(self, recipe: EmbeddingRecipe, records: WholeRecords) -> None:
         self._recipe, self._records = recipe, records
-        self._read: set[bytes] = set()  # keys at once: few, because the limit counts bytes
+        self._read: set[bytes] = set()  # keys: the same sequence is in many items
 
     def look_up(self, texts: Iterable[str]) -> dict[str, Variant | None]:
         """Return the best variant of each text that the store has undamaged; None where it must be computed."""
+        if len(self._read) > MOST_READ:
+            self._read.clear()
         best: dict[str, Variant | None] = dict.fromkeys(texts)
         unresolved = [(text, self._recipe.accepted(len(text))) for text in best]
         while unresolved:

@@ -383,9 +383,16 @@ def folder_of(project: Project, prepared: Prepared) -> ModelFolder:
 
 def items_of(project: Project, table: str, split: str | None) -> ItemTable:
     """Return the items of a split; all items if the data set has no splits and none was named."""
+    if split is not None and split in (chosen := items_in(project, table, split)).splits:
+        return chosen
+    is_whole = split is None or (split == TrainSection.model_fields["split"].default and not any(chosen.splits))
     whole = ItemTable.read(project.cache.kind("sets"), bytes.fromhex(table))
-    is_whole = split is None or (split == TrainSection.model_fields["split"].default and not any(whole.splits))
     return whole if is_whole else whole.of_split(split or "", "train.split")
+
+
+def items_in(project: Project, table: str, split: str) -> ItemTable:
+    """Return the items of a split, of which there may be none."""
+    return ItemTable.read(project.cache.kind("sets"), bytes.fromhex(table), lambda page: page.in_split(split))
 
 
 def with_task(config: Config) -> bool:
@@ -428,8 +435,8 @@ def steps_of(project: Project, prepared: Prepared) -> int:
 
 def phase_items(table: ItemTable, sizes: Mapping[str, Any], phase: PhasePlan) -> Items:
     """Return the items of a phase and what they cost."""
-    keep_N = np.flatnonzero(phase.keeps(sizes))
-    if len(keep_N) < len(table):
+    if not (is_kept_N := phase.keeps(sizes)).all():
+        keep_N = np.flatnonzero(is_kept_N)
         table, sizes = table.take(keep_N), {name: size_N[keep_N] for name, size_N in sizes.items()}
     return _costed(table, sizes, phase)
 
@@ -439,10 +446,9 @@ def validation_items(project: Project, prepared: Prepared) -> Items | None:
     settings = project.config.train.validation
     if settings.split is None:
         return None
-    whole = items_of(project, prepared.table, None)
-    if settings.split not in whole.splits:
+    table = items_in(project, prepared.table, settings.split)
+    if settings.split not in table.splits:
         return None
-    table = whole.of_split(settings.split)
     return evaluated_items(project, prepared, table, taken_of(settings.limit, len(table)))
 
 

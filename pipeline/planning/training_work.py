@@ -24,6 +24,7 @@ from pipeline.memory.history import fingerprint
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.project.run_code import load_task, package_digest, source_digest, user_code_failed
 from pipeline.protocol import ITEMS, Contrastive, Example, Weights
+from pipeline.training.items.item_table import PAGE
 from pipeline.training.prepared import COST, LIKENESS, LOOSER, PADDING, likeness, sampler_settings
 from pipeline.training.sampling import Sampler
 
@@ -316,13 +317,11 @@ def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Intege
     """Return the sizes of every item that drive memory, as the task's `cost` names them."""
     items = len(next(iter(item_sizes.values()), ()))
     try:
-        costs: Any = task.cost({name: np.asarray(size_N, np.int64) for name, size_N in item_sizes.items()})
-        if not isinstance(costs, Mapping):
-            raise TypeError(f"it must return {{name: size}}, got {type(costs).__name__}")
-        for name, values in costs.items():
-            if not np.isfinite(values).all():
-                raise ValueError(f"{name} is not finite")
-        sizes = {name: np.broadcast_to(np.asarray(values, np.int64), items) for name, values in costs.items()}
+        pages = [
+            _costs(task, {name: size_N[at : at + PAGE] for name, size_N in item_sizes.items()})
+            for at in range(0, max(1, items), PAGE)
+        ]
+        sizes = {name: np.concatenate([page.pop(name) for page in pages]) for name in list(pages[0])}
     except Exception as error:
         blame = user_code_failed(
             f"cost() of all items at once, whose sizes are arrays ({', '.join(item_sizes)}),", error
@@ -340,6 +339,18 @@ def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Intege
     if items and not any(values_N.any() for values_N in sizes.values()):
         raise ConfigError("cost() is 0 for every item", where="train.task", remedy="return sizes that drive memory")
     return sizes
+
+
+def _costs(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Integers]:
+    """Return what the task's `cost` says of some items."""
+    costs: Any = task.cost({name: np.asarray(size_N, np.int64) for name, size_N in item_sizes.items()})
+    if not isinstance(costs, Mapping):
+        raise TypeError(f"it must return {{name: size}}, got {type(costs).__name__}")
+    for name, values in costs.items():
+        if not np.isfinite(values).all():
+            raise ValueError(f"{name} is not finite")
+    items = len(next(iter(item_sizes.values()), ()))
+    return {name: np.broadcast_to(np.asarray(values, np.int64), items) for name, values in costs.items()}
 
 
 def data_of(

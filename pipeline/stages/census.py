@@ -1,22 +1,24 @@
 """The statistics of a scanned data set, and its lists as CSV: usable items, residues that are no nodes, leaking items.
 
-Statistics are of items accepted, reasons for rejection, sizes, and leaks between splits. Memory: a few numbers per
-item, never the items.
+Statistics are of items accepted, reasons for rejection, sizes, and leaks between splits.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from pipeline.command_line import Command
 from pipeline.dataset import worklist
-from pipeline.dataset.item_splits import find_leaking, text_digest
+from pipeline.dataset.columns import count_distinct, parts_of, rows_of
+from pipeline.dataset.item_splits import LeakingItems, find_leaking, text_digest
 from pipeline.errors import DataError
 from pipeline.files import csv_lines, csv_table
 from pipeline.journal.run_folder import writing_run
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from pipeline.dataset.item_splits import LeakingItems
     from pipeline.dataset.worklist import KnownItem
     from pipeline.journal.run_folder import RunFolder
     from pipeline.records import Inventory, Item, Rejection
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 EXAMPLES = 3
 MOST_SPLITS = 1000
 LEAKING = ("id", "sequence", "cluster")
+MARK, PACKED_MARK = np.dtype([("digest", "<u8"), ("split", "<u2"), ("item", "<u4")]), struct.Struct("<QHI")
 SIZES = {"atoms": "I", "residues": "I", "n_rec": "I", "n_lig": "I", "pairs": "Q"}  # and in how many bytes each
 
 
@@ -83,24 +85,21 @@ class LeakMarks:
 
     seen: int = 0  # items so far, those that are missing among them
     splits: dict[str, int] = field(default_factory=dict)  # split → number
-    digests: dict[str, array[int]] = field(default_factory=lambda: {what: array("Q") for what in LEAKING})
-    numbers: dict[str, array[int]] = field(default_factory=lambda: {what: array("H") for what in LEAKING})
-    ordinals: dict[str, array[int]] = field(default_factory=lambda: {what: array("I") for what in LEAKING})
+    rows: dict[str, bytearray] = field(default_factory=lambda: {what: bytearray() for what in LEAKING})  # of MARK
 
     def add(self, what: str, value: str, split: str) -> None:
         """Note something of an item; items without a split cannot leak."""
         if split:
-            self.digests[what].append(text_digest(value))
-            self.numbers[what].append(self._number(split))
-            self.ordinals[what].append(self.seen)
+            self.rows[what] += PACKED_MARK.pack(text_digest(value), self._number(split), self.seen)
 
     def add_all(self, others: LeakMarks) -> None:
         """Add the marks of the items that follow."""
         number_of = np.array([self._number(name) for name in others.splits], np.uint16)
-        for what in LEAKING:
-            self.digests[what].extend(others.digests[what])
-            self.numbers[what].frombytes(number_of[_array(others.numbers[what])].tobytes())
-            self.ordinals[what].frombytes((_array(others.ordinals[what]) + np.uint32(self.seen)).tobytes())
+        for what, rows in others.rows.items():
+            marks = np.frombuffer(rows, MARK).copy()
+            marks["split"] = number_of[marks["split"]]
+            marks["item"] += self.seen
+            self.rows[what].extend(marks.tobytes())
         self.seen += others.seen
 
     def _number(self, split: str) -> int:
@@ -110,11 +109,14 @@ class LeakMarks:
             raise DataError(what, remedy=Command.of("config show", then="   (see data.path)"))
         return number
 
+    @cached_property
     def leaking(self) -> dict[str, LeakingItems]:
-        """Return all items that leak, by what of them is in several splits."""
+        """All items that leak, by what of them is in several splits; asked for once all are counted."""
         return {
-            what: find_leaking(_array(self.digests[what]), _array(self.numbers[what]), _array(self.ordinals[what]))
-            for what in LEAKING
+            what: LeakingItems.joined(
+                find_leaking(part["digest"], part["split"], part["item"]) for part in parts_of(rows, MARK)
+            )
+            for what, rows in self.rows.items()
         }
 
 
@@ -192,9 +194,13 @@ class CensusTally(StageTally):
         return self.result(
             Census,
             splits={name: count for name, count in self.splits.items() if name},
-            sizes={name: _spread(_array(sizes)) for name, sizes in self.sizes.items() if sizes},
+            sizes={
+                name: _spread(size_N)
+                for name, sizes in self.sizes.items()
+                if len(size_N := rows_of(sizes, SIZES[name]))
+            },
             chains=dict(self.chains.most_common()),
-            sequences=_distinct(_array(self.sequences)),
+            sequences=count_distinct(self.sequences),
             leaks=self._leaks(),
             lists=lists,
         )
@@ -202,17 +208,7 @@ class CensusTally(StageTally):
     def _leaks(self) -> tuple[SplitLeak, ...]:
         """Return the first few ids, sequences and clusters that occur in several splits, with their totals."""
         names = list(self.marks.splits)
-        return tuple(leak for what, found in self.marks.leaking().items() for leak in _first_leaks(what, names, found))
-
-
-def _array(column: array[int]) -> Any:
-    return np.frombuffer(column, dtype=column.typecode)
-
-
-def _distinct(digests: Any) -> int:
-    """Count different digests, with one copy of them in memory."""
-    in_order = np.sort(digests)
-    return len(in_order) and 1 + int(np.count_nonzero(in_order[1:] != in_order[:-1]))
+        return tuple(leak for what, found in self.marks.leaking.items() for leak in _first_leaks(what, names, found))
 
 
 def _first_leaks(what: str, names: list[str], leaking: LeakingItems) -> Iterator[SplitLeak]:
@@ -257,7 +253,7 @@ def list_table(folder: RunFolder, table: ItemTable) -> None:
 
 def write_leaks(folder: RunFolder, marks: LeakMarks) -> None:
     """List every item whose id, sequence or cluster is in several splits; the items of a group share one."""
-    found = [(leak, *_by_item(leaking)) for leak, leaking in marks.leaking().items()]
+    found = [(leak, *_by_item(leaking)) for leak, leaking in marks.leaking.items()]
     leaking_M = np.unique(np.concatenate([ordinal_M for _, ordinal_M, _ in found] or [np.empty(0, np.uint32)]))
     with writing_run(folder.leaks), csv_table(folder.leaks, LEAK_COLUMNS) as add:
         for ordinal, entry in worklist.items_at(folder.items, leaking_M.tolist()):

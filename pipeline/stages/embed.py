@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 import sys
 from array import array
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import xxhash
 
 from pipeline.dataset import worklist
 from pipeline.dataset.blocks import tallies
+from pipeline.dataset.columns import ColumnFile, count_distinct, distinct_parts, in_files
 from pipeline.dataset.worklist import KnownItem, Lines, Shard, StageSurvey
 from pipeline.device.host import keep_freed_memory
 from pipeline.encoder.checkpoint_files import FAMILIES
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from pipeline.project.restriction import Only
     from pipeline.records import Inventory, Item, TaskContext
     from pipeline.stages.stage import Outcomes
+SEQUENCE, PACKED_SEQUENCE = np.dtype([("digest", "<u8"), ("length", "<u4"), ("kind", "u1")]), struct.Struct("<QIB")
+MISSING, PACKED_MISSING = np.dtype([("digest", "<u8"), ("length", "<u4"), ("offset", "<u8")]), struct.Struct("<QIQ")
 UNCOUNTED = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting", "unnamed", "residues"), 0)
 
 
@@ -79,11 +83,6 @@ def digest(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
-def array_of(column: array[int]) -> NDArray[np.uint64]:
-    """Return a numpy view of a column."""
-    return np.frombuffer(column, np.uint64)
-
-
 @dataclass(slots=True)
 class Embedded(Judged):
     """The result of embedding a data set."""
@@ -105,43 +104,35 @@ def describe(variant: Variant) -> str:
 
 @dataclass
 class Sequences:
-    """The sequences of all items for one encoder, until each distinct one is counted: 17 bytes each."""
+    """The sequences of all items for one encoder, until each distinct one is counted."""
 
-    digests: array[int] = field(default_factory=lambda: array("Q"))  # of stored sequences
-    lengths: array[int] = field(default_factory=lambda: array("Q"))
-    kinds: array[int] = field(default_factory=lambda: array("B"))
+    rows: bytearray = field(default_factory=bytearray)  # a SEQUENCE for each stored one
     names: dict[str, int] = field(default_factory=lambda: {"": 0})  # indices of variants; the first is the wanted one
     refused: array[int] = field(default_factory=lambda: array("Q"))  # digests of sequences that cannot be encoded
 
     def add(self, text: str, variant: Variant, wanted: Variant) -> None:
         """Add a stored sequence."""
         name = "" if variant == wanted and not variant.cut else describe(variant)
-        self.digests.append(digest(text))
-        self.lengths.append(len(text))
-        self.kinds.append(self.names.setdefault(name, len(self.names)))
+        self.rows += PACKED_SEQUENCE.pack(digest(text), len(text), self.names.setdefault(name, len(self.names)))
 
     def add_all(self, others: Sequences) -> None:
         """Add the sequences of other items."""
-        number_of = bytes(self.names.setdefault(name, len(self.names)) for name in others.names)
-        self.kinds.frombytes(others.kinds.tobytes().translate(number_of.ljust(256, b"\0")))
-        for mine, more in (
-            (self.digests, others.digests),
-            (self.lengths, others.lengths),
-            (self.refused, others.refused),
-        ):
-            mine.extend(more)
+        number_of = np.array([self.names.setdefault(name, len(self.names)) for name in others.names], np.uint8)
+        rows = np.frombuffer(others.rows, SEQUENCE).copy()
+        rows["kind"] = number_of[rows["kind"]]
+        self.rows.extend(rows.tobytes())
+        self.refused.extend(others.refused)
 
     def count(self) -> Embedded:
         """Count each distinct sequence."""
-        _, first = np.unique(array_of(self.digests), return_index=True)
-        lengths_N = array_of(self.lengths)[first]
-        kinds = np.bincount(np.frombuffer(self.kinds, np.uint8)[first], minlength=len(self.names))
-        return Embedded(
-            sequences=len(first),
-            residues=int(lengths_N.sum()),
-            longest=int(lengths_N.max(initial=0)),
-            others={name: int(kinds[number]) for name, number in self.names.items() if number},
-        )
+        counted, kinds = Embedded(), np.zeros(len(self.names), np.int64)
+        for rows in distinct_parts(self.rows, SEQUENCE):
+            counted.sequences += len(rows)
+            counted.residues += int(rows["length"].sum())
+            counted.longest = max(counted.longest, int(rows["length"].max(initial=0)))
+            kinds += np.bincount(rows["kind"], minlength=len(kinds))
+        counted.others = {name: int(kinds[number]) for name, number in self.names.items() if number}
+        return counted
 
 
 class LackingItem(NamedTuple):
@@ -167,7 +158,7 @@ class EmbedTally(StageTally):
             embedded.longest = max(embedded.longest, counted.longest)
             embedded.others |= {f"{other}{of}": count for other, count in counted.others.items()}
             if name:
-                refused = len(np.unique(array_of(part.refused)))
+                refused = count_distinct(part.refused)
                 items = counted.sequences + refused
                 embedded.parts[name] = {"items": items, "refused": refused, "cached": counted.sequences}
         return embedded
@@ -283,7 +274,7 @@ class EmbedStage(Stage):
 
     def survey(self, project: Project, folder: RunFolder | None, at_once: int) -> StageSurvey:
         """Look up each distinct sequence in the store, for each encoder; list the missing ones."""
-        searches, waiting = {name: _Search(view) for name, view in self.views(project).items()}, 0
+        searches, waiting = {name: _Search.of(view, folder) for name, view in self.views(project).items()}, 0
         with Lines(folder.todo(self.name) if folder else None) as lines:
             for tally in embed_tallies(project, self.views(project), folder, self.recipe(project)):
                 waiting += sum(not lacking.missing for lacking in tally.absent)
@@ -355,10 +346,10 @@ class EmbedStage(Stage):
             return any(may_be) if may_be else project.only.is_all
 
         def count() -> Embedded:
-            total = EmbedTally(parts={name: Sequences() for name in views})
+            total = EmbedTally(parts={name: Sequences() for name in views}, keys={"embed": bytearray()})
             add_blocks(total, folder, embed_tallies(project, views, folder, recipe), required)
             if not total.undone:
-                worklist.remember_needed(project, self.name, total.keys.get("embed", b""))
+                worklist.remember_needed(project, self.name, total.keys["embed"])
             return total.embedded()
 
         embeddings = (view.encoding.shelves.embeddings for view in views.values())
@@ -389,31 +380,34 @@ class _Search:
     """The sequences for one encoder: their digests, and the places of the missing ones in the list."""
 
     project: Project
-    found: Sequences = field(default_factory=Sequences)
-    missing: array[int] = field(default_factory=lambda: array("Q"))
-    unnamed: array[int] = field(default_factory=lambda: array("Q"))
-    offsets: array[int] = field(default_factory=lambda: array("Q"))
-    lengths: array[int] = field(default_factory=lambda: array("Q"))
+    found: Sequences
+    missing: Any  # a column of MISSING
+    unnamed: Any  # and of digests
+
+    @classmethod
+    def of(cls, project: Project, folder: RunFolder | None) -> _Search:
+        """Begin to search; the columns are files of the run, if there is one."""
+        if folder is None:
+            return cls(project, Sequences(), bytearray(), array("Q"))
+        return cls(project, in_files(Sequences(), folder.path), ColumnFile(folder.path), ColumnFile(folder.path))
 
     def miss(self, text: str, lines: Lines) -> None:
         """Note a missing sequence; list it if this run may embed it."""
         if not may_be_made(text, self.project.encoding.recipe, self.project.only):
-            self.unnamed.append(digest(text))
+            self.unnamed.extend(array("Q", [digest(text)]))
             return
-        self.missing.append(digest(text))
-        self.offsets.append(lines.position)
-        self.lengths.append(len(text))
+        self.missing.extend(PACKED_MISSING.pack(digest(text), len(text), lines.position))
         lines.write(text)
 
     def deal(self, name: str, order: _Order, at_once: int) -> StageSurvey:
         """Count the sequences; deal the missing ones to tasks of equal cost."""
-        missing, first = np.unique(array_of(self.missing), return_index=True)
-        lengths_N = array_of(self.lengths)[first].astype(np.int64)
+        rows_N = np.concatenate(list(distinct_parts(self.missing, MISSING)))
+        lengths_N, offsets_N = rows_N["length"].astype(np.int64), rows_N["offset"]
         counts = UNCOUNTED | {
-            "refused": len(np.unique(array_of(self.found.refused))),
-            "cached": len(np.unique(array_of(self.found.digests))),
-            "missing": len(missing),
-            "unnamed": len(np.unique(array_of(self.unnamed))),
+            "refused": count_distinct(self.found.refused),
+            "cached": self.found.count().sequences,
+            "missing": len(lengths_N),
+            "unnamed": count_distinct(self.unnamed),
             "residues": int(lengths_N.sum()),
         }
         counts["items"] = sum(counts[name] for name in ("refused", "cached", "missing", "unnamed"))
@@ -421,7 +415,6 @@ class _Search:
         costs_N = recipe_costs(lengths_N, recipe, weights.dim)
         tasks = _tasks(self.project, len(lengths_N), float(costs_N.sum()), at_once)
         dealt = deal_shards(lengths_N, costs_N, tasks, _group(self.project)) if len(lengths_N) else []
-        offsets_N = array_of(self.offsets)[first]
         parts = cap_shards(dealt, _most(self.project))
         shards = tuple(order.add(offsets_N, lengths_N, part, name) for part in parts)
         row_bytes = weights.dim * BYTES_OF[recipe.storage]

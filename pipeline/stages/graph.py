@@ -25,7 +25,7 @@ from pipeline.stage_names import StageName
 from pipeline.stages.scan import scan_bytes
 from pipeline.stages.stage import Judged, Stage, StageTally, add_blocks, wait_until_complete
 from pipeline.structures.sources.item_ids import label_values
-from pipeline.training.items.item_table import TableBuilder
+from pipeline.training.items.item_table import TableBuilder, TablePages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -104,12 +104,14 @@ class GraphStage(Stage):
         required = worklist.required_items(folder, self.name)
 
         def count() -> Graphed:
-            tally = add_blocks(GraphTally(), folder, _tallies(project, folder), required)
+            pages = TablePages(project.cache.kind("sets"))
+            tallies = paged(_tallies(project, folder), pages)
+            tally = add_blocks(GraphTally(keys={"graph": bytearray()}), folder, tallies, required)
             graphed = tally.result(Graphed, kept=project.config.graph.cache)
             if graphed.accepted and not graphed.undone + graphed.unnamed:
-                graphed.table = tally.rows.write(project.cache.kind("sets")).hex()
+                graphed.table = pages.write().hex()
                 if graphed.kept:
-                    worklist.remember_needed(project, self.name, tally.rows.keys)
+                    worklist.remember_needed(project, self.name, tally.keys["graph"])
             return graphed
 
         return wait_until_complete((*project.shelves.stores(), project.graphs.store), count, patience_s)
@@ -164,6 +166,16 @@ class GraphTally(StageTally):
         for name in SUMMED:
             self.totals[name] += sizes.get(name, 0)
         self.rows.add(item.id, key, item.split, sizes, None if kept else item, labels=label_values(item, labels))
+
+
+def paged(tallies: Iterable[GraphTally], pages: TablePages) -> Iterator[GraphTally]:
+    """Yield the tallies, and add their items to the table as long as none is missing: else it is not written."""
+    is_whole = True
+    for tally in tallies:
+        is_whole = is_whole and not tally.absent
+        if is_whole:
+            pages.add(tally.rows)
+        yield tally
 
 
 def _tallies(project: Project, folder: RunFolder | None) -> Iterator[GraphTally]:

@@ -125,9 +125,9 @@ class ScanStage(Stage):
         required = worklist.required_items(folder, self.name)
 
         def count() -> CensusTally:
-            tally = add_blocks(CensusTally(), folder, _tallies(project, folder), required)
+            tally = add_blocks(CensusTally(keys={"scan": bytearray()}), folder, _tallies(project, folder), required)
             if not tally.undone:
-                worklist.remember_needed(project, self.name, tally.keys.get("scan", b""))
+                worklist.remember_needed(project, self.name, tally.keys["scan"])
             return tally
 
         tally = wait_until_complete(project.shelves.stores(), count, patience_s)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from pipeline.dataset import worklist
 from pipeline.dataset.blocks import BlockTally, add_up
+from pipeline.dataset.columns import in_files
 from pipeline.dataset.reader_items import is_reader
 from pipeline.files import csv_lines, replacing
 from pipeline.journal.run_folder import writing_run
@@ -98,12 +99,18 @@ Tally = TypeVar("Tally", bound=StageTally)
 
 
 def add_blocks(total: Tally, folder: RunFolder, tallies: Iterable[Tally], required: Callable[[Any], bool]) -> Tally:
-    """Add up the tallies of the blocks, and write the lists of the stage; return the total."""
+    """Add up the tallies of the blocks, and write the lists of the stage; return the total.
+
+    The total keeps its columns in files, with the keys of the kinds that it names.
+    """
+    in_files(total, folder.path)
     with ExitStack() as opened:
         files = {name: list_file(getattr(folder, name), columns) for name, columns in total.LISTS.items()}
         lists = {name: opened.enter_context(file) for name, file in files.items()}
         for tally in tallies:
             add_up(total, tally)
+            for kind, keys in total.keys.items():
+                keys.extend(tally.keys.get(kind, b""))
             for name, lines in tally.lines.items():
                 lists[name](lines)
             for known in tally.absent:

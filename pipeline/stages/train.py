@@ -333,7 +333,7 @@ def job_of(
     )
     validation = validation_items(project, prepared)  # first: its memory is freed before the others are read
     table = trained_table(project, prepared)
-    sizes = task_sizes(project, prepared, table)
+    sizes, table = task_sizes(project, prepared, table), replace(table, sizes={})  # most of what an item takes
     made = folder_of(project, prepared)
     if ranks.rank == 0:
         with writing_run(made.path, "train.models"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.codec import rebuilt
 from pipeline.journal.ledger import LedgerReader
 from pipeline.journal.run_status import State, StatusReader
-from pipeline.planning.prepare import folder_of, items_of, steps_of
+from pipeline.planning.prepare import folder_of, items_in, steps_of
 from pipeline.planning.rank_setup import log_line
 from pipeline.planning.trainings import Training, read_trainings, view_of
 from pipeline.records import EventKind, Reason
@@ -144,8 +144,8 @@ def best_of(epochs: list[dict[str, Any]], monitor: str, *, lower: bool) -> dict[
 
 def unvalidated(project: Project, prepared: Prepared) -> list[str]:
     """Return a remark if the data set has splits and the validation split is empty."""
-    table, wanted = items_of(project, prepared.table, None), project.config.train.validation.split
-    if wanted is None or wanted in table.splits or not any(table.splits):
+    wanted = project.config.train.validation.split
+    if wanted is None or wanted in (table := items_in(project, prepared.table, wanted)).splits or not any(table.splits):
         return []
     return [f"no validation: no item is in split {wanted!r} (train.validation.split); {table.named_splits()}"]
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pipeline.store.shard_index import KeyColumn
 
 FORMAT = 1
+KEYS_FORMAT = 2  # of lists of keys, which are in any order
 USER_NAME = re.compile(r"[0-9a-f]{32}\.json")
 WANTED_NAME = re.compile(r"[0-9a-f]{32}-[a-z0-9_-]+\.keys")
 _MOST_BYTES = 1 << 20
@@ -108,14 +109,17 @@ class WantedKeys:
     keys: KeyColumn  # sorted, each once
 
 
-def remember_keys(disk: Disk, root: Path, kind: str, asked: Any, keys: bytes | bytearray) -> bool:
+def remember_keys(disk: Disk, root: Path, kind: str, asked: Any, pieces: Iterable[Any]) -> bool:
     """Store concatenated keys under the JSON data that identifies them; return whether the cache could be written."""
-    data = _swapped(sorted_keys(keys).tobytes())
-    head = {"wanted": FORMAT, "kind": kind, "at": time.time(), "digest": xxhash.xxh3_128_hexdigest(data)}
+    digest, end = xxhash.xxh3_128(), _HEAD_BYTES
     try:
         draft = Draft(disk, root / USERS)
+        for piece in pieces:
+            digest.update(piece)
+            draft.write(piece, end)
+            end += len(piece)
+        head = {"wanted": KEYS_FORMAT, "kind": kind, "at": time.time(), "digest": digest.hexdigest()}
         draft.write(json.dumps(head).encode().ljust(_HEAD_BYTES - 1) + b"\n", 0)
-        draft.write(data, _HEAD_BYTES)
         draft.publish(_key_list(root, kind, asked), replace=True)
     except (CacheUnusable, CacheFull):
         return False
@@ -128,8 +132,8 @@ def recall(disk: Disk, root: Path, kind: str, asked: Any) -> WantedKeys | None:
     try:
         content = disk.read_start(path, disk.size_of(path))
         head, data = json.loads(content[:_HEAD_BYTES]), content[_HEAD_BYTES:]
-        if head["wanted"] == FORMAT and head["digest"] == xxhash.xxh3_128_hexdigest(data):
-            return WantedKeys(kind, float(head["at"]), np.frombuffer(_swapped(data), f"S{KEY_BYTES}"))
+        if head["wanted"] == KEYS_FORMAT and head["digest"] == xxhash.xxh3_128_hexdigest(data):
+            return WantedKeys(kind, float(head["at"]), sorted_keys(data))
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         pass
     return None
@@ -149,8 +153,3 @@ def sorted_keys(keys: bytes | bytearray) -> KeyColumn:
 def _key_list(root: Path, kind: str, asked: Any) -> Path:
     digest = content_digest(json.dumps([kind, asked], sort_keys=True).encode())
     return root / USERS / f"{digest.hex()}-{kind}.keys"
-
-
-def _swapped(keys: bytes) -> bytes:
-    """Return keys with their halves in the other byte order: on disk they are two numbers."""
-    return np.frombuffer(keys, "<u8").byteswap().tobytes()

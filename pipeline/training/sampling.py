@@ -170,9 +170,12 @@ def random_bits(count: int, seed: int, epoch: int, stream: int) -> NDArray[np.ui
 def shuffled(count: int, seed: int, epoch: int) -> Integers:
     """Return 0 … count-1 in random order, by sorting random numbers with the index in their last bits."""
     mask = np.uint64((1 << count.bit_length()) - 1)
-    keys_N = random_bits(count, seed, epoch, SHUFFLE) & ~mask | np.arange(count, dtype=np.uint64)
+    keys_N = random_bits(count, seed, epoch, SHUFFLE)
+    keys_N &= ~mask
+    keys_N |= np.arange(count, dtype=np.uint64)
     keys_N.sort()
-    return np.asarray(keys_N & mask, np.int64)
+    keys_N &= mask
+    return keys_N.view(np.int64)
 
 
 def arrange(sizes_DN: Sequence[NDArray[Any]], starts_B: Integers) -> Integers:

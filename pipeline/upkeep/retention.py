@@ -13,7 +13,7 @@ from pipeline.command_line import Command, quoted
 from pipeline.dataset import worklist
 from pipeline.dataset.reader_items import is_reader, read_by_run
 from pipeline.encoder.embedding_recipe import texts
-from pipeline.errors import ConfigError, DataError, PipelineError
+from pipeline.errors import CacheDamaged, ConfigError, DataError, PipelineError, RecordMissing
 from pipeline.files import read_json
 from pipeline.journal.run_folder import hidden, runs_in
 from pipeline.keys import parse_key, recipe_tag
@@ -22,6 +22,7 @@ from pipeline.records import Item, Reason
 from pipeline.stage_names import StageName
 from pipeline.store.cache_folder import CacheFolder, RecipeStat
 from pipeline.store.format.cache_layout import KindLayout
+from pipeline.store.format.shard import column_keys
 from pipeline.store.maintenance.damage_report import last_report, repair_of
 from pipeline.store.maintenance.overview import CleanNote, Holdings, Missing
 from pipeline.store.maintenance.shard_plans import Live
@@ -29,6 +30,7 @@ from pipeline.store.store import in_chunks
 from pipeline.store.users import User, register, registered, sorted_keys, who_am_i
 from pipeline.structures.inventory import plain_recipe
 from pipeline.structures.scan_items import file_mark, look_up_items
+from pipeline.training.items.item_table import pages_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -260,6 +262,10 @@ class Staying:
                 with suppress(OSError, ValueError):  # a run of other stages, or half of one
                     keys += parse_key(folder.table.read_text())
                 keys += bytes.fromhex(read_by_run(folder).get("table", ""))  # which may not be checked yet
+        tables = sorted_keys(keys)
+        for key in column_keys(tables):
+            with suppress(CacheDamaged, RecordMissing):
+                keys += b"".join(pages_of(self.cache.kind(SETS).get(key)))
         return Live(keys=sorted_keys(keys))
 
 

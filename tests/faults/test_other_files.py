@@ -89,7 +89,7 @@ def test_a_damaged_list_of_users_never_says_that_less_is_used(root):
 
 
 def test_a_damaged_list_of_wanted_keys_is_not_believed(root):
-    remember_keys(HastyDisk(), root, KIND, {"data": 1}, bytearray(b"".join(KEYS)))
+    remember_keys(HastyDisk(), root, KIND, {"data": 1}, [b"".join(KEYS)])
     (path,) = (path for path in (root / USERS).iterdir() if path.suffix == ".keys")
     for one in harmed(path.read_bytes(), 3):
         overwrite(path, one)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
     from pipeline.encoder.embedding_recipe import EmbeddingRecipe, SequenceCut
 
+AT_ONCE = 4096  # groups that are Python integers at a time
 LARGEST_CAP = 64  # the most that `auto` chooses: larger batches no longer keep a GPU busier
 
 
@@ -117,7 +119,8 @@ def _balance(costs_G: NDArray[np.float64], shards: int) -> Integers:
     """Return the shard of each group: the costliest is dealt first, always to the shard with the least load."""
     owner_G = np.zeros(len(costs_G), np.int64)
     loads = [(0.0, shard) for shard in range(shards)]
-    for group in np.argsort(-costs_G, kind="stable").tolist():
+    order_G = np.argsort(-costs_G, kind="stable")
+    for group in chain.from_iterable(order_G[at : at + AT_ONCE].tolist() for at in range(0, len(order_G), AT_ONCE)):
         load, shard = loads[0]
         owner_G[group] = shard
         heapq.heapreplace(loads, (load + costs_G[group], shard))

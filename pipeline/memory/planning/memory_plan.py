@@ -216,8 +216,10 @@ class CostModel:
         """Return each item's cost as a whole number of bytes from 1 to `most`, without the base."""
         total_N = np.zeros(len(next(iter(sizes.values()))))
         for term, weight in self.weights.items():
-            total_N += weight * product_of(term, sizes)
-        return np.clip(np.ceil(total_N), 1, most).astype(np.int64)
+            product_N = product_of(term, sizes)
+            product_N *= weight
+            total_N += product_N
+        return np.clip(np.ceil(total_N, out=total_N), 1, most, out=total_N).astype(np.int64)
 
 
 def product_of(term: str, sizes: Mapping[str, Integers]) -> Floats:

@@ -87,10 +87,10 @@ class SeenIds:
 
     def _merge(self) -> None:
         """Move the latest ids into the sorted arrays."""
-        digests = np.concatenate([self._digests, np.fromiter(self._latest, dtype=np.uint64)])
-        lines = np.concatenate([self._lines, np.fromiter(self._latest.values(), dtype=np.uint32)])
-        order = np.argsort(digests, kind="stable")
-        self._digests, self._lines = digests[order], lines[order]
+        digests, lines = zip(*sorted(self._latest.items()), strict=True)
+        places = self._digests.searchsorted(np.array(digests, np.uint64))
+        self._digests = np.insert(self._digests, places, np.array(digests, np.uint64))
+        self._lines = np.insert(self._lines, places, lines)
         self._latest.clear()
 
 

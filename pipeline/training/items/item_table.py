@@ -2,6 +2,8 @@
 
 Shapes: N items. An item takes a few numbers and a few bytes of text, so that a million items are read in a second. If
 graphs are not cached, the table also has the items themselves, to build graphs from; for a reader, their places.
+
+A table is one record, or a record that lists others, its pages: so none holds all items while it is written or read.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from pipeline.keys import KEY_BYTES, content_digest, recipe_key
 from pipeline.records import Item
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from numpy.typing import NDArray
 
+    from pipeline.store.format.record import Record
     from pipeline.store.store import Store
     from pipeline.training.sampling import Draws
 
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
 
 KIND = "sets"
-FORMAT = 1
+FORMAT, PAGED = 1, 2
+PAGE = 1 << 15  # items
 MOST_SPLITS = 256
 _SIZE = "size."
 LABEL = "label."
@@ -47,7 +51,8 @@ class PackedTexts:
     @classmethod
     def of(cls, bytes_T: NDArray[np.uint8], end_N: Integers) -> PackedTexts:
         """Return consecutive texts, given their ends."""
-        return cls(bytes_T, np.concatenate([np.zeros(min(1, len(end_N)), np.int64), end_N[:-1]]), end_N)
+        bounds = np.concatenate([np.zeros(1, np.int64), end_N])
+        return cls(bytes_T, bounds[:-1], bounds[1:])
 
     def __len__(self) -> int:
         return len(self.end_N)
@@ -58,6 +63,13 @@ class PackedTexts:
     def take(self, numbers: Integers) -> PackedTexts:
         """Return some of the texts, over the same bytes."""
         return PackedTexts(self.bytes_T, self.start_N[numbers], self.end_N[numbers])
+
+    def packed(self) -> PackedTexts:
+        """Return the texts over bytes of their own."""
+        length_N = self.end_N - self.start_N
+        end_N = np.cumsum(length_N)
+        byte_T = np.arange(int(length_N.sum())) + np.repeat(self.start_N - end_N + length_N, length_N)
+        return PackedTexts.of(self.bytes_T[byte_T], end_N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +111,11 @@ class ItemTable:
         if name not in self.splits:
             remedy = self.other_splits(key) if key else "pipeline status"
             raise ConfigError(f"no item is in split {name!r}; {self.named_splits()}", where=key, remedy=remedy)
-        return self.take(np.flatnonzero(self.split_N == self.splits.index(name)))
+        return self.in_split(name)
+
+    def in_split(self, name: str) -> ItemTable:
+        """Return the items of a split, of which there may be none."""
+        return self.take(np.flatnonzero(np.array([known == name for known in self.splits], bool)[self.split_N]))
 
     def named_splits(self) -> str:
         """Return a phrase that lists the splits."""
@@ -146,13 +162,18 @@ class ItemTable:
         return replace(rows, ids=names.texts())
 
     @classmethod
-    def read(cls, store: Store, key: bytes) -> ItemTable:
-        """Read a table that `TableBuilder.write` wrote."""
+    def read(cls, store: Store, key: bytes, keep: Callable[[ItemTable], ItemTable] = lambda page: page) -> ItemTable:
+        """Read a table that was written; `keep` returns what is wanted of a page."""
         record = store.get(key)
         arrays, meta = record.arrays, record.meta
+        if pages := pages_of(record):
+            builder = TableBuilder()
+            for page in pages:
+                builder.add_page(cls.read(store, page, keep))
+            return builder.views()
         if meta["format"] != FORMAT:
             raise ValueError(f"a table of format {meta['format']}, not {FORMAT}")
-        return cls(
+        table = cls(
             ids=PackedTexts.of(arrays["id.bytes"].copy(), arrays["id.end"]),  # a view would keep the whole record
             key_N16=arrays["key"],
             split_N=arrays["split"],
@@ -161,6 +182,7 @@ class ItemTable:
             items=PackedTexts.of(arrays["item.bytes"], arrays["item.end"]) if "item.end" in arrays else None,
             labels={name: arrays[LABEL + name] for name in meta.get("labels", ())},
         )
+        return keep(table)
 
 
 @dataclass(slots=True)
@@ -207,20 +229,24 @@ class TableBuilder:
             kept = place.to_json() if isinstance(place, Item) else place
             self.items.add(json.dumps(kept, separators=(",", ":")))
 
-    def add_all(self, other: TableBuilder) -> None:
-        if len(self) and len(other) and other.sizes.keys() != self.sizes.keys():
+    def add_page(self, page: ItemTable) -> None:
+        if len(self) and len(page) and page.sizes.keys() != self.sizes.keys():
             raise ValueError("every item needs the same sizes")
-        number_of = bytes(self._split(name, other.ids.texts()[0]) for name in other.splits)
-        self.split_N += other.split_N.translate(number_of.ljust(256, b"\0"))
-        self.keys += other.keys
-        for mine, others in ((self.ids, other.ids), (self.items, other.items)):
-            ends = np.frombuffer(others.ends, np.int64) + len(mine.bytes_T)
-            mine.ends.frombytes(ends.tobytes())
-            mine.bytes_T += others.bytes_T
-        for name, sizes in other.sizes.items():
-            self.sizes.setdefault(name, array("q")).extend(sizes)
-        for name, labels in other.labels.items():
-            self.labels.setdefault(name, array("f")).extend(labels)
+        number_of = bytes(self._split(name, page.ids[0] if len(page) else "") for name in page.splits)
+        self.split_N += page.split_N.tobytes().translate(number_of.ljust(256, b"\0"))
+        self.keys += page.key_N16.tobytes()
+        for mine, texts in ((self.ids, page.ids), (self.items, page.items)):
+            if texts is not None:
+                packed = texts.packed()
+                mine.ends.frombytes((packed.end_N + len(mine.bytes_T)).tobytes())
+                mine.bytes_T += packed.bytes_T.tobytes()
+        for name, size_N in page.sizes.items():
+            sizes = self.sizes.setdefault(name, array("i" if size_N.itemsize == array("i").itemsize else "q"))
+            if sizes.itemsize < size_N.itemsize:
+                sizes = self.sizes[name] = array("q", sizes)
+            sizes.frombytes(size_N.astype(sizes.typecode).tobytes())
+        for name, label_N in page.labels.items():
+            self.labels.setdefault(name, array("f")).frombytes(label_N.tobytes())
 
     def _split(self, name: str, item: str) -> int:
         """Return the number of an item's split."""
@@ -249,13 +275,7 @@ class TableBuilder:
         arrays |= {LABEL + name: label_N for name, label_N in table.labels.items()}
         meta = {"format": FORMAT, "splits": list(table.splits), "sizes": list(table.sizes), "items": len(table)}
         meta |= {"labels": list(table.labels)} if table.labels else {}
-        bytes_of = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for name, array in arrays.items()}
-        digests = {name: content_digest(values.data).hex() for name, values in bytes_of.items()}
-        key = recipe_key(KIND, {"meta": meta, "content": digests})
-        if not store.has_whole(key):
-            with store.writer() as writer:
-                writer.put(key, arrays, meta)
-        return key
+        return _written(store, arrays, meta)
 
     def views(self) -> ItemTable:
         """Return the table so far without copying; nothing can be added while it is in use."""
@@ -264,7 +284,7 @@ class TableBuilder:
             key_N16=np.frombuffer(self.keys, np.uint8).reshape(-1, KEY_BYTES),
             split_N=np.frombuffer(self.split_N, np.uint8),
             splits=tuple(self.splits),
-            sizes={name: np.frombuffer(size_N, np.int64) for name, size_N in self.sizes.items()},
+            sizes={name: np.frombuffer(size_N, f"i{size_N.itemsize}") for name, size_N in self.sizes.items()},
             items=self.items.texts() if len(self.items) else None,
             labels={name: np.frombuffer(label_N, np.float32) for name, label_N in self.labels.items()},
         )
@@ -287,6 +307,49 @@ class _Joined:
     def texts(self) -> PackedTexts:
         """Return the texts without copying."""
         return PackedTexts.of(np.frombuffer(self.bytes_T, np.uint8), np.frombuffer(self.ends, np.int64))
+
+
+@dataclass(slots=True)
+class TablePages:
+    """Writes the table of a data set while its items are counted."""
+
+    store: Store
+    page: TableBuilder = field(default_factory=TableBuilder)
+    written: list[str] = field(default_factory=list)
+
+    def add(self, items: TableBuilder) -> None:
+        """Add the items of a block."""
+        self.page.add_page(items.views())
+        if len(self.page) >= PAGE:
+            self._turn()
+
+    def write(self) -> bytes:
+        """Return the key of the table, all of which is written then."""
+        if not self.written:
+            return self.page.write(self.store)
+        self._turn()
+        none_N16 = np.empty((0, KEY_BYTES), np.uint8)
+        return _written(self.store, {"key": none_N16}, {"format": PAGED, "pages": self.written, "sizes": []})
+
+    def _turn(self) -> None:
+        self.written.append(self.page.write(self.store).hex())
+        self.page = TableBuilder()
+
+
+def pages_of(record: Record) -> list[bytes]:
+    """Return the keys of the records that a table consists of; none where it is a single one."""
+    return [bytes.fromhex(page) for page in record.meta.get("pages", ())]
+
+
+def _written(store: Store, arrays: Mapping[str, Array], meta: Mapping[str, Any]) -> bytes:
+    """Write a record of a table, unless the store has it; return its key."""
+    bytes_of = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint8) for name, array in arrays.items()}
+    digests = {name: content_digest(values.data).hex() for name, values in bytes_of.items()}
+    key = recipe_key(KIND, {"meta": meta, "content": digests})
+    if not store.has_whole(key):
+        with store.writer() as writer:
+            writer.put(key, arrays, meta)
+    return key
 
 
 def table_digest(table: ItemTable) -> str:

@@ -111,7 +111,7 @@ class Job:
             micro_batch=1 if self.context.careful else pinned(self.train.micro_batch),
             shuffle=shuffle,
         )
-        data = content_digest(items.table.key_N16.tobytes()).hex()
+        data = content_digest(np.ascontiguousarray(items.table.key_N16).data).hex()
         sizes = {COST: items.cost_N, LIKENESS: items.likeness_N}
         draws = items.table.draws if shuffle else None
         sampler = Sampler(sizes, settings, rank=self.ranks.rank, ranks=self.ranks.world, data=data, draws=draws)

@@ -33,11 +33,11 @@ def test_a_cache_that_cannot_be_written_keeps_no_list_and_that_is_no_failure(cac
     for number in (errno.EROFS, errno.ENOSPC, errno.EACCES):
         disk = FailingDisk("open_new", number)
         assert not register(disk, cache.root, ONE)
-        assert not remember_keys(disk, cache.root, "graph", {}, KEYS)
+        assert not remember_keys(disk, cache.root, "graph", {}, [KEYS])
 
 
 def test_what_is_wanted_is_recalled_for_the_same_question_alone(cache):
-    assert remember_keys(cache.disk, cache.root, "graph", {"neighbours": 5}, KEYS)
+    assert remember_keys(cache.disk, cache.root, "graph", {"neighbours": 5}, [KEYS])
     found = recall(cache.disk, cache.root, "graph", {"neighbours": 5})
     assert found.keys.tolist() == sorted_keys(KEYS).tolist()
     assert found.at > 0
