@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from pipeline.project.restriction import Only
     from pipeline.records import Inventory, Item, TaskContext
     from pipeline.stages.stage import Outcomes
+
 SEQUENCE, PACKED_SEQUENCE = np.dtype([("digest", "<u8"), ("length", "<u4"), ("kind", "u1")]), struct.Struct("<QIB")
 MISSING, PACKED_MISSING = np.dtype([("digest", "<u8"), ("length", "<u4"), ("offset", "<u8")]), struct.Struct("<QIQ")
 UNCOUNTED = dict.fromkeys(("items", "refused", "unusable", "cached", "missing", "waiting", "unnamed", "residues"), 0)
