@@ -38,12 +38,7 @@ COUNTED = {
     "unusable": "unusable",
     "unkept": "not stored",
 }
-UNDECIDED = (
-    "table",
-    "precision",
-    "crop",
-    "skipped",
-)  # parts of a recipe that a plan decides
+UNDECIDED = ("table", "precision", "crop", "skipped")  # parts of a recipe that a plan decides
 
 
 @dataclass(frozen=True, slots=True)
