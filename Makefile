@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DIR ?= demo
 
 demo: .venv/ready        ## a small project in $(DIR), every stage run on this machine
-	test "$(DIR)" != demo || rm -rf demo
+	@test "$(DIR)" != demo || rm -rf demo
 	pipeline demo "$(DIR)"
 
 picture: .venv/tools browser-packages demo  ## docs/report.png, the first screen of a new demo's HTML report

@@ -10,7 +10,7 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -71,6 +71,8 @@ OLD_NAMES = {
     "split": "split_verb:split_command",
     "tune": "plan_verbs:find_batch_command",
 }
+MEANT = {stage: f"submit {stage}" for stage in ("scan", "graph", "train", "evaluate", "predict")}
+MEANT |= {"run": "submit", "start": "submit", "stop": "cancel", "why": "explain"}  # words of other tools
 
 
 class _Pipeline(LaterVerbs):
@@ -78,6 +80,12 @@ class _Pipeline(LaterVerbs):
         **{name: Later(*row, panel) for panel, rows in VERBS.items() for name, row in rows.items()},
         **{name: Later(place) for name, place in OLD_NAMES.items()},
     }
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+        """Find the command; name ours for a stage or a word of another tool."""
+        if args[0] in MEANT:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean: pipeline {MEANT[args[0]]}?")
+        return super().resolve_command(ctx, args)
 
 
 app = Verbs(

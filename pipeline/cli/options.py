@@ -131,7 +131,7 @@ Sets: TypeAlias = Annotated[
     list[str] | None,
     option("--set KEY=VALUE", "Override a setting, such as train.epochs=3.", autocompletion=completing(settings)),
 ]
-Yes: TypeAlias = Annotated[bool, option("--yes", "Apply the changes. Without it, the command is a dry run.")]
+Yes: TypeAlias = Annotated[bool, option("--yes/--dry-run", "Apply the changes. Default: a dry run.")]
 Json: TypeAlias = Annotated[bool, option("--json", "Print one JSON document and nothing else.")]
 Verbose: TypeAlias = Annotated[bool, option("--verbose -v", "Show details that the default output leaves out.")]
 Run: TypeAlias = Annotated[

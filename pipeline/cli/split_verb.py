@@ -146,7 +146,7 @@ def _division_shown(document: dict[str, Any], division: Division, shared: Shared
     from pipeline.report import tables
 
     rejected = f", {shared.rejected:,} rejected" if shared.rejected else ""
-    groups = tables.plural(document["components"], "component")
+    groups = tables.plural(document["components"], "group")
     yield f"{document['items']:,} items{rejected}; {shared.chains:,} chains; {groups} without shared chains"
     yield ""
     rows = [
@@ -157,7 +157,7 @@ def _division_shown(document: dict[str, Any], division: Division, shared: Shared
     yield tables.text_table(head, rows, right="requested got items median residues")
     yield ""
     largest = ", ".join(f"{count:,}" for count in document["largest"])
-    yield f"items of the largest components: {largest} ({document['largest'][0] / document['items']:.1%} in the first)"
+    yield f"items of the largest groups: {largest} ({document['largest'][0] / document['items']:.1%} in the first)"
     for table, chains in document["without_cluster"].items():
         if chains:
             yield f"{chains:,} of {shared.chains:,} chains are not in {table}: only identical sequences join them"

@@ -244,9 +244,8 @@ def read_first(reader: Reader, most: int) -> EntriesTaken:
                 table = taken.table.table()
                 if arrays_digest(as_arrays(reader.read(table.place(before)))) != table.key(before):
                     what = f"read() and entries() of the reader return different arrays for {table.ids[before]}"
-                    raise ConfigError(
-                        what, where=READER.where, remedy="correct the reader: pipeline/protocol.py lists its methods"
-                    )
+                    remedy = "correct the reader; its methods: python -m pydoc pipeline.protocol"
+                    raise ConfigError(what, where=READER.where, remedy=remedy)
     return taken
 
 

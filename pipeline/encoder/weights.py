@@ -82,10 +82,11 @@ def find_checkpoint(path: Path) -> Path:
         else:
             return place
         others += [place] if place != path else []
-    name = model.name if (model := published(stem(path))) else MAIN_MODEL
+    model = published(stem(path))
     lines = "".join(f"\n    {place}" for place in others)
     what = f"embed.weights: checkpoint not found{lines and f'. Also searched:{lines}'}"
-    fetch = f"pipeline weights fetch {name}   (or set embed.weights to your own)"
+    name, set_it = (model.name, "or set") if model else (MAIN_MODEL, "and remove")
+    fetch = f"pipeline weights fetch {name}   ({set_it} embed.weights{' to your own' if model else ', or correct it'})"
     raise ConfigError(what, where=str(path), remedy=fetch)
 
 

@@ -137,7 +137,7 @@ class CodeKind:
 READERS = PACKAGE / "readers"
 NOTHING: dict[str, Any] = {}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-CORRECT = "correct it, then: pipeline config check"
+CORRECT = Command.of("config check", before="correct it, then: ")
 TASK = CodeKind("task", "train.task", ("model", "cost", "collate", "loss"))
 READER = CodeKind("reader", "data.reader", ("files", "entries", "read"))
 ENCODER = CodeKind("encoder", "embed.encoder", ("model", "tokenize", "forward"))
@@ -146,7 +146,7 @@ ENCODER = CodeKind("encoder", "embed.encoder", ("model", "tokenize", "forward"))
 def load_task(name: str | None, options: Mapping[str, Any] | None = None, *, beside: Path | None = None) -> Task:
     """Load the task of that name; look for its module first in `beside`, mostly the configuration's folder."""
     if not name:
-        remedy = "--set train.task=package.module:Name   (its methods: pipeline/protocol.py)"
+        remedy = "--set train.task=package.module:Name   (its methods: python -m pydoc pipeline.protocol)"
         raise ConfigError("train.task is not set: nothing to plan or train", where=TASK.where, remedy=remedy)
     return _load(TASK, name, options or {}, beside)  # type: ignore[no-any-return]
 
@@ -190,7 +190,7 @@ def _load(
         needed = f"{', '.join(kind.needed[:-1])} and {kind.needed[-1]}"
         known = ", ".join(sorted(_kind_in(module, kind))) or f"no class with {needed}"
         what = f"{module_name} has no {class_name!r}; it has {known}"
-        raise ConfigError(what, where=f"{kind.where}: {name}", remedy=Command.of("config check"))
+        raise ConfigError(what, where=f"{kind.where}: {name}", remedy=CORRECT)
     _refuse_unknown(own_class, options, kind)
     options = {**options} | {key: value for key, value in offered.items() if takes(own_class, key)}
     try:
@@ -202,7 +202,7 @@ def _load(
         raise user_code_failed(f"{name}()", error, kind) from error
     if missing := [method for method in kind.needed if not callable(getattr(made, method, None))]:
         what = f"the {kind.name} has no {', '.join(f'{method}()' for method in missing)}"
-        remedy = f"a {kind.name}'s methods: pipeline/protocol.py"
+        remedy = f"a {kind.name}'s methods: python -m pydoc pipeline.protocol"
         raise ConfigError(what, where=f"{kind.where}: {name}", remedy=remedy)
     return made
 

@@ -246,7 +246,7 @@ def _number(encoder: Encoder, name: str, key: str) -> int:
     value = getattr(encoder, key, None)
     if type(value) is not int or not _LEAST[key] <= value <= _MOST[key]:
         what = f"{key} of {name} is {value!r}; it must be a whole number of at least {_LEAST[key]}"
-        raise ConfigError(what, where="embed.encoder", remedy="an encoder's methods: pipeline/protocol.py")
+        raise ConfigError(what, where="embed.encoder", remedy="an encoder's methods: python -m pydoc pipeline.protocol")
     return value
 
 
@@ -255,7 +255,7 @@ def _letters(encoder: Encoder, name: str) -> str:
     letters = getattr(encoder, "letters", None)
     if not isinstance(letters, str) or not letters or not set(letters) <= set(LETTERS):
         what = f"letters of {name} is {letters!r}; it must contain some of {LETTERS}"
-        raise ConfigError(what, where="embed.encoder", remedy="an encoder's methods: pipeline/protocol.py")
+        raise ConfigError(what, where="embed.encoder", remedy="an encoder's methods: python -m pydoc pipeline.protocol")
     return "".join(sorted(set(letters)))
 
 

@@ -57,7 +57,7 @@ def training_answer(plan: TrainOutlook, partition: str = "", *, verbose: bool = 
     offers = [_offer_cells(planned, plan) for planned in plan.alternatives or [PlannedOffer(plan.offer, chosen)]]
     width = max(len(verdict) for verdict, _ in offers)
     shown = [f"{verdict.ljust(width)}   {facts}" for verdict, facts in offers]
-    gpus = [plural(plan.gpus, "GPU")] if plan.gpus else []
+    gpus = [plan.offer.name if plan.alternatives else plural(plan.gpus, "GPU")] if plan.gpus else []
     limit = f"{short_seconds(plan.time_s)} limit"
     request = [*gpus, plural(plan.cpus, "CPU"), f"--mem {short_bytes(plan.mem.mem_bytes)}", limit]
     request += [f"partition {partition}"] if partition else []
@@ -84,7 +84,8 @@ def _offer_cells(planned: PlannedOffer, outlook: TrainOutlook) -> tuple[str, str
         where = " or ".join(card if card.endswith("iB") else card.upper().replace("-", " ") for card in plan.cards)
     several, each = (f"{plan.request.ranks} × ", " each") if plan.request.ranks > 1 else ("", "")
     size = f"{format_bytes(plan.total.value)} of {format_bytes(plan.limit_bytes)}{each}"
-    facts = [size, f"training {_about(3600 * planned.hours.value)}", f"{hours_text(planned.gpu_hours.value)} GPU-hours"]
+    time = f"training {_about(3600 * planned.hours.value)}"
+    facts = [size, f"micro-batch {plan.cuts.items_most}", time, f"{hours_text(planned.gpu_hours.value)} GPU-hours"]
     if not outlook.alternatives:
         facts = [f"{size} ({plan.reserved.origin.value}, {plan.margin.factor - 1:.0%} margin)"]
     elif plan.remedies:

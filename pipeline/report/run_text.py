@@ -340,6 +340,8 @@ def _next(status: RunStatus, typed: Command, named: Sequence[str]) -> Command | 
     """Return the most useful next command."""
     if any(map(found_damage, status.stages.values())):
         return Command.of("cache regenerate --list", _census(status, "validate")["report"]).in_project(typed)
+    if "train" in status.stages and status.stages["train"].is_swept:
+        return Command.of("compare", status.name).in_project(_project(typed))
     if _census(status, "train").get("folder"):
         return Command.of("report", *named, "--html", "report.html").in_project(_project(typed))
     return Command.submit("all").in_project(typed) if set(status.stages) <= {"scan", "embed", "graph"} else None

@@ -461,7 +461,7 @@ def _try_task(loaded: LoadedConfig) -> list[str]:
     refuse_unknown_splits(project)
     refuse_misfits(project, task)
     if problems := list(breaches(task, items=items, seed=train.seed, item_sizes=sizes, padded=padded)):
-        remedy = "correct the task: pipeline/protocol.py lists the methods that it needs"
+        remedy = Command.of("config check", before="correct the task, then: ")
         raise ConfigError("\n".join(problems), where=f"train.task: {train.task}", remedy=remedy)
     return unweighted_terms(task, items, item_sizes=sizes, padded=padded)
 

@@ -42,7 +42,7 @@ def choose_chains(structure: Structure, part: Part, elsewhere: Iterable[str] = (
     if len(polymers) != 2:
         have = first_few(chain.name for chain in polymers) or "none"
         ways = "data.receptor_chains and data.ligand_chains" if polymers[1:] else "data.partners to none"
-        what = f"expected two polymer chains, found {have}; set {ways}"
+        what = f"a complex has two polymer chains, this file {have}; remove it, or set {ways}"
         raise UnusableInput(Reason.AMBIGUOUS_PARTNERS, what)
     sides = zip((Role.RECEPTOR, Role.LIGAND), polymers, strict=True)
     return {role: tuple(chain for chain in free if _host(chain) == polymer.name) for role, polymer in sides}

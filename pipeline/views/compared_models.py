@@ -201,7 +201,7 @@ def _setting(shown: Comparison, name: str, row: ComparedModel | Group) -> str:
 def comparison_lines(shown: Comparison) -> list[RenderableType]:
     """Name the best model; then show all of them, and means over several seeds."""
     first = shown.models[0]
-    answer = f"No model has a validation {shown.metric} yet"
+    answer = f"No model has a validation {shown.metric} yet; without splits, none will"
     if first.best is not None:
         answer = f"✓ Best {shown.metric}: {first.best:.4g} at epoch {first.best_epoch}, {shown.called(first)}"
     better = "lower" if shown.lower else "higher"

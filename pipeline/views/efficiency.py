@@ -209,7 +209,8 @@ def _suggestions(name: str, config: Config, ran: Ran, mem: Suggestion | None) ->
     suggestions = []
     if mem is not None and mem.tasks:
         suggestions.append(Suggested(f"{key}.mem", _asked(ended), mem.mem_bytes, mem.why))
-    if (longest := max((attempt.elapsed_s for attempt in ended), default=0.0)) > 0:
+    longest = max((attempt.elapsed_s for attempt in ended), default=0.0)
+    if longest > 0 and config.cluster.executor != "local":  # no queue rewards a shorter limit there
         time_s = max(1, ceil(TIME_MARGIN * longest / TIME_STEP_S)) * TIME_STEP_S
         why = f"{TIME_MARGIN:g} × the longest task ({short_seconds(longest)}), in steps of {TIME_STEP_S // 60}m"
         suggestions.append(Suggested(f"{key}.time", int(resources.time), time_s, why))

@@ -307,7 +307,7 @@ def _memory_over_epochs(training: Training) -> Chart:
     lines = []
     for name, colour, style, sizes in (
         ("peak", 0, "", [epoch.peak_bytes for epoch in epochs]),
-        ("live at its end", 1, "", [epoch.allocated_bytes for epoch in epochs]),
+        ("at epoch end", 1, "", [epoch.allocated_bytes for epoch in epochs]),
         ("estimated", 3, "dashed", [training.predicted_bytes(epoch.epoch) for epoch in epochs]),
         ("limit", 5, "dashed", [limit for _ in epochs]),
     ):

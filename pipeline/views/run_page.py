@@ -96,6 +96,7 @@ def page_data(folder: RunFolder, run: RunView) -> dict[str, Any]:
         "status": status,
         "stages": stages,
         "folder": folder.path,
+        "about": " · ".join(filter(None, (config.data.path.name, training and config.train.task))),
         "made_at": now,
         "again": or_note("command", lambda: folder.again.read_text().strip()) or "",
         "state": DAMAGED if any(map(found_damage, stages)) else status.state.word,
@@ -215,7 +216,7 @@ def epoch_columns(training: Training) -> list[Column]:
         *figures("validation", training.own_metrics), ("items", "items", "count"), ("items/s", "items_per_s", "figure"),
         ("waited", "wait_share", "percent"),
         ("estimated memory", lambda epoch: training.predicted_bytes(epoch.epoch), "bytes"),
-        ("peak memory", "peak_bytes", "bytes"), ("live at its end", "allocated_bytes", "bytes"),
+        ("peak memory", "peak_bytes", "bytes"), ("memory at epoch end", "allocated_bytes", "bytes"),
         ("out of memory", "ooms", "count"), ("took", "wall_s", "span"),
     ]  # fmt: skip
 

@@ -72,6 +72,12 @@ def test_an_old_name_is_hidden_and_does_the_same(old: str) -> None:
     assert command(old).callback.__wrapped__ is command(ALIASES[old]).callback.__wrapped__
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("train", "submit train"), ("run", "submit"), ("stop", "cancel")])
+def test_a_word_of_another_tool_is_answered_with_the_command(typed: str, meant: str, pipeline: Command) -> None:
+    done = pipeline(typed)
+    assert (done.code, f"pipeline {meant}?" in done.err) == (2, True)
+
+
 def test_a_stage_is_named_by_its_place_or_by_an_option(tmp_path: Path, pipeline: Command) -> None:
     config = tmp_path / "pipeline.yaml"
     config.write_text("data: {source: fasta, path: a.fasta}\ncache: {root: cache}\ncluster: {runs: runs}\n")

@@ -113,6 +113,7 @@ def test_compare_shows_what_differs_and_means_over_seeds(there: Path, pipeline: 
     run = str(sweep_run(there))
     shown = pipeline("compare", run, "--html", str(tmp_path / "page.html"))
     assert shown.code == 0, shown.err
+    assert f"pipeline compare {Path(run).name}" in pipeline("status", run).out
     told = json.loads(pipeline("compare", run, "--json").out)
     assert told["differing"] == ["seed", "learning_rate"]
     bests = [model["best"] for model in told["models"]]

@@ -28,14 +28,20 @@ def attempt(task: int, **more: Any) -> Attempt:
 
 
 def report_of(
-    tmp_path: Path, attempts: list[Attempt], mem: Suggestion | None = None, cpus: int = 1, **job: int
+    tmp_path: Path,
+    attempts: list[Attempt],
+    mem: Suggestion | None = None,
+    cpus: int = 1,
+    executor: str = "slurm",
+    **job: int,
 ) -> StageUse:
     """Return what a run with such attempts has used."""
     told = Told(tmp_path, tasks=len({one.task for one in attempts}))
     told.job("7", sorted({one.task for one in attempts}), ask=ASK, cpus=cpus, why="planned", **job)
     for one in attempts:
         told.ended(one)
-    config = Config.model_validate({"data": {"source": "glob", "path": tmp_path}, "cluster": {"scan": {"cpus": cpus}}})
+    cluster = {"executor": executor, "scan": {"cpus": cpus}}
+    config = Config.model_validate({"data": {"source": "glob", "path": tmp_path}, "cluster": cluster})
     return used(told.status.stages["scan"], config, mem)
 
 
@@ -100,6 +106,10 @@ def test_cores_of_all_ranks_and_nodes_are_compared_with_what_they_did(tmp_path: 
 def test_the_next_limit_is_half_more_than_the_longest_task_took(tmp_path: Path, longest_s: float, time_s: int) -> None:
     found = report_of(tmp_path, [attempt(0, elapsed_s=longest_s), attempt(1, elapsed_s=1.0)])
     assert suggested(found)["cluster.scan.time"] == time_s
+
+
+def test_no_shorter_limit_is_suggested_without_a_queue(tmp_path: Path) -> None:
+    assert suggested(report_of(tmp_path, [attempt(0, elapsed_s=1.0)], executor="local")) == {}
 
 
 def test_memory_is_suggested_from_what_is_remembered_and_never_from_a_plan_alone(tmp_path: Path) -> None:

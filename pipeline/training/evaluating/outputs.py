@@ -350,7 +350,7 @@ def numbers_of(metrics: Any) -> dict[str, float]:
 
 
 def _refusal(problem: str, method: str = "outputs") -> ConfigError:
-    return ConfigError(problem, where="train.task", remedy=f"{method}() is described in pipeline/protocol.py")
+    return ConfigError(problem, where="train.task", remedy=f"{method}(): python -m pydoc pipeline.protocol")
 
 
 def _checked_name(name: Any) -> str:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     Rows = Mapping[str, Tensor]  # a row for each item
 
 Result = TypeVar("Result")
-SEE = "embed() is described by Contrastive in pipeline/protocol.py"
+SEE = "embed() is described by: python -m pydoc pipeline.protocol.Contrastive"
 
 
 @dataclass

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Terms = Mapping[str, tuple[Tensor, Tensor | float]]
 
-SEE = "a task's methods: pipeline/protocol.py"
+SEE = "a task's methods: python -m pydoc pipeline.protocol"
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def test_what_is_no_output_is_refused_and_leaves_nothing(tmp_path):
         with pytest.raises(ConfigError) as refused:
             writer.add(["a", "b"], [0, 1], {"good": torch.ones(2), **outputs})
         assert repr(*outputs) in str(refused.value)
-        assert "pipeline/protocol.py" in refused.value.remedy
+        assert "pipeline.protocol" in refused.value.remedy
         writer.flush()
         assert list(tmp_path.iterdir()) == []
 
