@@ -146,7 +146,6 @@ def test_a_finished_run_is_shown_whole_and_asks_the_network_for_nothing(real: Ru
     assert seen.page.locator(".timeline svg.wide rect.run").count() == 5
     assert seen.page.locator(".timeline svg.wide path.fail.survived").count() == 1
     assert seen.column("memory of a task", "stage") == ["embed", "train", "evaluate"]
-    assert "cluster.train.time" in seen.column("suggested requests", "setting")
     assert "train.epochs" in seen.column("settings", "setting")
     assert seen.asked == [seen.page.url]
     assert seen.complaints == []
