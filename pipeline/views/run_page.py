@@ -96,7 +96,7 @@ def page_data(folder: RunFolder, run: RunView) -> dict[str, Any]:
         "status": status,
         "stages": stages,
         "folder": folder.path,
-        "about": " · ".join(filter(None, (config.data.path.name, training and config.train.task))),
+        "about": f"{config.data.path.name} · {config.train.task}" if training else config.data.path.name,
         "made_at": now,
         "again": or_note("command", lambda: folder.again.read_text().strip()) or "",
         "state": DAMAGED if any(map(found_damage, stages)) else status.state.word,
