@@ -27,6 +27,7 @@ from pipeline.encoder.checkpoint_files import (
     FAMILIES,
     FETCH_AGAIN,
     HUGGING_FACE,
+    USE_ESM2,
     files_of,
     read_json_object,
     unusable,
@@ -45,6 +46,7 @@ _ESMC_TOKENS, _ESMC_HEAD_DIM = 64, 64  # rows of its table, of which it uses the
 _HEADS = ("*lm_head.*", "*contact_head.*", "*sequence_head.*", "*pooler.*", "*position_ids")
 _OF_ENCODER = ("layers.", "embed", "emb_", "encoder.", "transformer.")  # other tensors belong to heads
 _KNOWN = "ESM-2, ESM-1b, ESM-1v or ESM C"
+_OWN = "to begin a training with weights of your own model, set train.pretrained to this file"
 _BEFORE = "emb_layer_norm_before"
 _BOTH = ("weight", "bias")
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -107,7 +109,6 @@ _DIGESTED = {".q_proj": ".qkv_proj", ".k_proj": ".qkv_proj", ".v_proj": ".qkv_pr
 # Part of a tensor's name, and the model family that has it; the first match decides.
 _SIGNS = {
     "esm_s_combine": "ESMFold",
-    "trunk.": "ESMFold",
     "geom_attn": "ESM3",
     "structure_tokens_embed": "ESM3",
     "row_self_attention": "the MSA Transformer",
@@ -226,7 +227,8 @@ def load_esm_checkpoint(path: Path) -> EsmCheckpoint:
             raise unusable(f"is {family}, not {_KNOWN}", path)
     form = next((known for known in (FAIR, FACE, ESMC_PTH, ESMC_FACE) if known.knows(found)), None)
     if form is None:
-        raise unusable(f"does not hold {_KNOWN}; its tensors are {', '.join(list(found)[:4]) or 'none'}", path)
+        what = f"is not an encoder's checkpoint ({_KNOWN}); it holds {', '.join(list(found)[:4]) or 'nothing'}"
+        raise unusable(what, path, f"{_OWN}; or {USE_ESM2}")
     state = form.read({n: t for n, t in found.items() if not any(fnmatchcase(n, pattern) for pattern in form.left)})
     family = ESMC if form in (ESMC_PTH, ESMC_FACE) else ESM1B if settings["positions"] == "absolute" else ESM2
     if family == ESM2:

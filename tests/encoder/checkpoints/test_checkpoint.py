@@ -254,7 +254,7 @@ def test_anything_but_tensors_and_plain_data_is_refused_by_its_name(tiny, tmp_pa
 
 def test_relatives_are_refused_by_their_names(tmp_path):
     by_tensors = {
-        ("esm.embed_tokens.weight", "trunk.blocks.0.layernorm_1.weight"): "ESMFold",
+        ("esm.embed_tokens.weight", "esm_s_combine"): "ESMFold",
         (
             "transformer.blocks.0.attn.layernorm_qkv.1.weight",
             "transformer.blocks.0.geom_attn.proj.weight",
