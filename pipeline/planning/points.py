@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 SWEEP, FILE = "--sweep", "--sweep-file"
 MOST, LISTED = 1000, 10  # most points of a run, and in an error
 SWEPT = {  # settings of section `train` that make another training
-    *DECISIVE, "schedule", "epochs", "precision", "pretrained", "pretrained_as", "pretrained_map", "pretrained_entry",
+    *DECISIVE, "embeddings", "schedule", "epochs", "precision",
+    "pretrained", "pretrained_as", "pretrained_map", "pretrained_entry",
 } - {"task"}  # fmt: skip
 RANGE = re.compile(r"(-?\d+):(-?\d+)(?::([1-9]\d*))?")
 EXAMPLE = Command.of("submit train --sweep train.seed=0:5 --sweep train.learning_rate=1e-4,3e-4")

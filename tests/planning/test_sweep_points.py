@@ -58,6 +58,7 @@ def test_a_point_has_the_configuration_of_its_plain_twin() -> None:
         ("train.seed=3:6", ["seed=3", "seed=4", "seed=5"]),
         ("train.seed=0:10:4", ["seed=0", "seed=4", "seed=8"]),
         ("train.frozen=[],[a,b]", ["frozen=", "frozen=a,b"]),
+        ("train.embeddings=[main],[small]", ["embeddings=main", "embeddings=small"]),
         ("train.clip=null,0.5", ["clip=null", "clip=0.5"]),
         ("train.schedule.warmup=1, 2", ["warmup=1", "warmup=2"]),
     ],
