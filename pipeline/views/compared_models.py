@@ -295,7 +295,7 @@ def _validation(config: Config | None) -> ValidationSection:
 def _names(prepared: Prepared, config: Config) -> dict[str, str]:
     """Return digest → file name of a training's table and weights, with a short digest in the name."""
     weights = prepared.recipe.get("embeddings", {}).get("weights", "")
-    named = {prepared.table: config.data.path, weights: config.embed.weights}
+    named = {prepared.table: config.data.path, weights: config.of_encoder(config.encoders_read[0]).embed.weights}
     return {digest: f"{path.name} {digest[:SHORT]}" for digest, path in named.items() if digest}
 
 

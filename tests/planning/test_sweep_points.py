@@ -58,7 +58,6 @@ def test_a_point_has_the_configuration_of_its_plain_twin() -> None:
         ("train.seed=3:6", ["seed=3", "seed=4", "seed=5"]),
         ("train.seed=0:10:4", ["seed=0", "seed=4", "seed=8"]),
         ("train.frozen=[],[a,b]", ["frozen=", "frozen=a,b"]),
-        ("train.embeddings=[main],[small]", ["embeddings=main", "embeddings=small"]),
         ("train.clip=null,0.5", ["clip=null", "clip=0.5"]),
         ("train.schedule.warmup=1, 2", ["warmup=1", "warmup=2"]),
     ],
@@ -92,6 +91,11 @@ def test_a_file_and_a_grid_multiply(tmp_path: Path) -> None:
     path = tmp_path / "points.csv"
     path.write_text("train.learning_rate\n1e-4\n3e-4\n")
     assert len(names("train.seed=0:3", file=path)) == 6
+
+
+def test_encoders_can_be_swept() -> None:
+    found = points("train.embeddings=[main],[small]", base=(*BASE, "embed.also={small: {}}"))
+    assert [point.config.encoders_read for point in found] == [("main",), ("small",)]
 
 
 def test_paths_start_from_where_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
