@@ -50,7 +50,7 @@ def pockets(tmp_path: Path) -> tuple[Project, Path]:
 
 def test_a_training_begins_with_a_strangers_weights_to_the_bit(pockets: tuple[Project, Path]) -> None:
     project, weights = pockets
-    done = project.types("submit", "--follow")
+    done = project.types("submit", "train", "--follow")
     assert done.code == 0, done.err
     (model,) = (project.folder / "models").iterdir()
     done = project.types("model", "export", model.name, "taken")
