@@ -68,11 +68,12 @@ _ONCE = ("keys", "lines", "rows", "absent")  # are taken from each block, and no
 
 def add_up(total: Any, part: Any) -> None:
     """Add the fields of one value to those of another of the same type."""
+    if hasattr(total, "add_all"):
+        total.add_all(part)
+        return
     for name in (known.name for known in fields(total) if known.name not in _ONCE):
         have, more = getattr(total, name), getattr(part, name)
-        if hasattr(have, "add_all"):
-            have.add_all(more)
-        elif is_dataclass(have):
+        if is_dataclass(have):
             add_up(have, more)
         elif isinstance(have, dict):
             _add_entries(have, more)

@@ -70,7 +70,7 @@ def embedded(numbers: range) -> EmbedTally:
     for number in numbers:
         tally.items += 1
         for name in "RL":
-            tally.parts[""].add(f"{name}{number}", variant, variant)
+            tally.parts[""].add(f"{name}{number}", variant if name == "R" else Variant("bf16"), variant)
     return tally
 
 
@@ -90,7 +90,10 @@ def take_census(folder: RunFolder, blocks: Iterator[CensusTally]) -> int:
 
 def count_embeddings(folder: RunFolder, blocks: Iterator[EmbedTally]) -> int:
     total = EmbedTally(parts={"": Sequences()}, keys={"embed": bytearray()})
-    return add_blocks(total, folder, blocks, bool).embedded().items
+    counted = add_blocks(total, folder, blocks, bool).embedded()
+    assert counted.sequences == 2 * counted.items and counted.residues > 0
+    assert counted.others == {"in bf16": counted.items}
+    return counted.items
 
 
 def make_table(folder: RunFolder, blocks: Iterator[GraphTally]) -> int:
