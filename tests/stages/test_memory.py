@@ -91,7 +91,8 @@ def take_census(folder: RunFolder, blocks: Iterator[CensusTally]) -> int:
 def count_embeddings(folder: RunFolder, blocks: Iterator[EmbedTally]) -> int:
     total = EmbedTally(parts={"": Sequences()}, keys={"embed": bytearray()})
     counted = add_blocks(total, folder, blocks, bool).embedded()
-    assert counted.sequences == 2 * counted.items and counted.residues > 0
+    assert counted.sequences == 2 * counted.items
+    assert counted.residues > 0
     assert counted.others == {"in bf16": counted.items}
     return counted.items
 
