@@ -104,5 +104,4 @@ def count_distinct(column: Any) -> int:
 
 
 def _first(rows: NDArray[Any]) -> NDArray[np.uint64]:
-    first: NDArray[np.uint64] = rows[rows.dtype.names[0]] if rows.dtype.names else rows
-    return first
+    return rows[rows.dtype.names[0]] if rows.dtype.names else rows

@@ -118,8 +118,7 @@ def templates() -> Templates:
 def _look_up(sorted_M: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Return the place of each word in a sorted list, ABSENT where it is missing."""
     place = np.minimum(np.searchsorted(sorted_M, wanted), len(sorted_M) - 1)
-    places: NDArray[np.int64] = np.where(sorted_M[place] == wanted, place, ABSENT)
-    return places
+    return np.where(sorted_M[place] == wanted, place, ABSENT)
 
 
 def _by_templates(atoms: Atoms) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -313,8 +312,7 @@ def bond_paths(bonds_B2: NDArray[np.int64], nodes: int, hops: int) -> Iterator[N
 
 def pair_keys(paths_PX: NDArray[np.int64], nodes: int) -> NDArray[np.int64]:
     """Return distinct sorted numbers for the pairs of nodes that paths join; they sort as the pairs do."""
-    keys: NDArray[np.int64] = np.unique(paths_PX[:, 0] * nodes + paths_PX[:, -1])
-    return keys
+    return np.unique(paths_PX[:, 0] * nodes + paths_PX[:, -1])
 
 
 def without(keys: NDArray[np.int64], excluded: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -115,8 +115,7 @@ class InterfaceSide:
             most += squared_4N.max()
         to_6M[:4] *= -2
         slack = 4 * neighbours.ROUGHNESS * most
-        is_near_NM: NDArray[np.bool_] = neighbours.matrix_product(from_6N.T, to_6M) <= slack
-        return is_near_NM
+        return neighbours.matrix_product(from_6N.T, to_6M) <= slack
 
     def atoms(self, nodes: NDArray[np.int64]) -> tuple[Floats, NDArray[np.int64]]:
         """Return the heavy atoms of some nodes, and the node of each."""

@@ -62,8 +62,7 @@ class PartnerGraph:
     @property
     def row_R(self) -> NDArray[np.int32]:
         """Return each residue's row in the joined embeddings of the partner's protein chains, or -1."""
-        rows: NDArray[np.int32] = (self.residues or self.nodes)["row"]
-        return rows
+        return (self.residues or self.nodes)["row"]
 
     @property
     def texts(self) -> tuple[str, ...]:

@@ -77,8 +77,7 @@ def coincident(pos_N3: Floats) -> NDArray[np.int64]:
         if np.count_nonzero(near_MM) == len(close):  # as nearly always: each is near itself only
             return np.empty((0, 2), np.int64)
     found_2E = within(close_M3, radius=COINCIDENT)
-    pairs_P2: NDArray[np.int64] = close[found_2E[::-1, found_2E[0] > found_2E[1]].T]
-    return pairs_P2
+    return close[found_2E[::-1, found_2E[0] > found_2E[1]].T]
 
 
 def _within_steps(source_E3: Floats, target_E3: Floats, radius: float) -> NDArray[np.bool_]:
@@ -92,8 +91,7 @@ def _within_steps(source_E3: Floats, target_E3: Floats, radius: float) -> NDArra
 def _steps(squared: Floats) -> Floats:
     """Return squared distances in whole steps."""
     squared /= STEP
-    steps: Floats = np.rint(squared, out=squared)
-    return steps
+    return np.rint(squared, out=squared)
 
 
 def _edges(source_S3: Floats, target_N3: Floats, nearest: int, radius: float | None, *, same: bool) -> Edges:

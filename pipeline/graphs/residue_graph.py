@@ -162,8 +162,7 @@ def virtual_cb(n_3N: Floats, ca_3N: Floats, c_3N: Floats) -> Floats:
     """Return the place of CB by ideal geometry; NaN if an atom is missing."""
     (x, y, z), (u, v, w) = forth_3N, onwards_3N = ca_3N - n_3N, c_3N - ca_3N
     across_3N = np.array([y * w - z * v, z * u - x * w, x * v - y * u])
-    cb_3N: Floats = ca_3N + CB_WEIGHTS[0] * forth_3N + CB_WEIGHTS[1] * across_3N + CB_WEIGHTS[2] * onwards_3N
-    return cb_3N
+    return ca_3N + CB_WEIGHTS[0] * forth_3N + CB_WEIGHTS[1] * across_3N + CB_WEIGHTS[2] * onwards_3N
 
 
 def build_residue_graph(read: Complex, recipe: GraphRecipe) -> ItemGraph:

@@ -201,10 +201,7 @@ class _Stager:
 
     def _graphs(self) -> Keys:
         """Return the keys of the graphs of all items."""
-        keys: Keys = np.unique(
-            np.concatenate([np.ascontiguousarray(table.key_N16).view(KEY)[:, 0] for table in self.tables])
-        )
-        return keys
+        return np.unique(np.concatenate([np.ascontiguousarray(table.key_N16).view(KEY)[:, 0] for table in self.tables]))
 
     def _embeddings_of(self, graphs: Iterator[Record]) -> Keys:
         """Return the keys of the embeddings in the cache that some graphs need."""
@@ -215,8 +212,7 @@ class _Stager:
         while chunk := list(islice(graphs, AT_ONCE)):
             texts = dict.fromkeys(text for graph in chunk for text in _texts(embeddings, graph))
             keys += b"".join(copy.key for copy in embeddings.look_up(texts)[0].values())
-        unique: Keys = np.unique(np.frombuffer(bytes(keys), KEY))
-        return unique
+        return np.unique(np.frombuffer(bytes(keys), KEY))
 
     def _goes_on(self) -> bool:
         """Tell whether there is time to copy more; signal the waiting ranks that this one is alive."""

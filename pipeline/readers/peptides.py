@@ -81,8 +81,7 @@ def letters_only(residue_L: NDArray[np.integer]) -> NDArray[np.int8]:
 
 def mz(mass_F: NDArray[np.float64], charge: int) -> NDArray[np.float64]:
     """Return m/z of masses with a number of protons."""
-    seen_F: NDArray[np.float64] = mass_F / charge + PROTON
-    return seen_F
+    return mass_F / charge + PROTON
 
 
 def mass(residue_L: NDArray[np.integer]) -> float:

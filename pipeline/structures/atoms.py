@@ -167,8 +167,7 @@ def _residue_of_site(table: AtomTable, sites: Sites) -> NDArray[np.int64]:
     new_S = changes(table.number_A[first_S], table.icode_A[first_S], table.chain_A[first_S])
     unlabelled_S = table.altloc_A[first_S] == 0
     unlabelled_S[1:] |= table.altloc_A[last_S[:-1]] == 0
-    residue_S: NDArray[np.int64] = np.cumsum(new_S | unlabelled_S) - 1
-    return residue_S
+    return np.cumsum(new_S | unlabelled_S) - 1
 
 
 def _all_distinct(name_A: NDArray[np.uint64], residue_A: NDArray[np.int64]) -> bool:
@@ -217,5 +216,4 @@ def _by_preference(
     chosen = np.flatnonzero(label_A == chosen_R[residue_A])[::-1]
     name_R[residue_A[chosen]] = resname_A[chosen]
     candidates = np.flatnonzero(resname_A == name_R[residue_A])
-    order: NDArray[np.int64] = candidates[np.argsort(~preferred_A[candidates], kind="stable")]
-    return order
+    return candidates[np.argsort(~preferred_A[candidates], kind="stable")]

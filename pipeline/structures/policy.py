@@ -225,8 +225,7 @@ def _types(table: AtomTable, sites: Sites) -> NDArray[Any]:
         name_T = np.unique(name_S)
     known = ((name_word(name), name_word(parent)) for name, parent in table.parents.items())
     types_T = _types_of(tuple(name_T.tolist()), tuple(known))
-    types_S: NDArray[Any] = types_T[np.searchsorted(name_T, name_S)]
-    return types_S
+    return types_T[np.searchsorted(name_T, name_S)]
 
 
 @lru_cache(maxsize=64)  # most files have the same twenty names
@@ -344,8 +343,7 @@ def _plddt(table: AtomTable, policy: Policy, kept_A: Rows, residue_A: NDArray[np
         what = f"B-factors are at most {highest:g}, but pLDDT goes to 100: multiply them by 100 if they are fractions"
         raise UnusableInput(Reason.NO_PLDDT, what)
     mean_R = np.bincount(residue_A, weights=b_iso_A) / np.maximum(np.bincount(residue_A), 1)
-    plddt_R: NDArray[np.float32] = mean_R.round(2).astype(np.float32)
-    return plddt_R
+    return mean_R.round(2).astype(np.float32)
 
 
 def _find(name_A: NDArray[np.uint64], residue_A: NDArray[np.int64], atom: str, residues: int) -> NDArray[np.int64]:

@@ -100,8 +100,7 @@ def coupling(left: int, right: int, out: int) -> NDArray[np.float64]:
         exact: NDArray[np.float64] = np.sign(symbol) * np.sqrt(shares.round() / 70) + 0.0
         return exact
     symbol = np.moveaxis(matrices_533, 0, (left, right, out).index(2))
-    normed: NDArray[np.float64] = symbol / np.linalg.norm(symbol)
-    return normed
+    return symbol / np.linalg.norm(symbol)
 
 
 def _matrices() -> NDArray[np.float64]:

@@ -67,8 +67,7 @@ def bins(scores_S: Array) -> Bins:
     halves_S = torch.from_numpy(clipped_S).half().add_(0)  # numpy's way is ten times as slow; -0 becomes 0
     bits_S = halves_S.view(torch.int16)
     ranks_S = bits_S ^ ((bits_S >> 15) | SIGN)  # all bits of a negative change, and the sign of others
-    bins_S: Bins = ranks_S.numpy().view(np.uint16)
-    return bins_S
+    return ranks_S.numpy().view(np.uint16)
 
 
 def precision_at(scores: Array, labels: Array, most: int) -> float:

@@ -339,5 +339,4 @@ def as_array(rows_LD: torch.Tensor) -> Rows:
     """Return rows on the host as an array; bfloat16 as the bits of uint16."""
     if rows_LD.dtype is torch.bfloat16:
         return rows_LD.view(torch.int16).numpy().view(np.uint16)
-    array: Rows = rows_LD.numpy()
-    return array
+    return rows_LD.numpy()

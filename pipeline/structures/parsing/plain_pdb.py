@@ -81,8 +81,7 @@ class _AtomLines(NamedTuple):
 
     def column(self, first: int, dtype: str) -> NDArray[Any]:
         """Return the bytes of every line from `first` on, as numbers of a type."""
-        column_A: NDArray[Any] = self.view(first, dtype).copy()
-        return column_A
+        return self.view(first, dtype).copy()
 
     def view(self, first: int, dtype: str) -> NDArray[Any]:
         """View the bytes of every line from `first` on, as numbers of a type."""
@@ -261,8 +260,7 @@ def _positions(lines: _AtomLines) -> NDArray[np.float64]:
         for axis in range(3):
             code_23A[half, axis] = lines.view(first + 8 * axis, "<u4")
     whole_N, fraction_N = code_23A.reshape(2, -1)
-    pos_A3: NDArray[np.float64] = _decimals(whole_N, fraction_N).reshape(3, -1).T
-    return pos_A3
+    return _decimals(whole_N, fraction_N).reshape(3, -1).T
 
 
 def _occupancies(lines: _AtomLines) -> NDArray[np.float32]:

@@ -281,8 +281,7 @@ def _sequences(structure: gemmi.Structure, reading: FileReading) -> dict[str, tu
 
 def _words(names: Any) -> NDArray[np.uint64]:
     """View 8-character columns as integers, which compare in one instruction."""
-    columns: NDArray[np.uint64] = np.ascontiguousarray(names).view("<u8")[:, 0]
-    return columns
+    return np.ascontiguousarray(names).view("<u8")[:, 0]
 
 
 def _label_seq(structure: gemmi.Structure) -> NDArray[np.int32]:

@@ -83,8 +83,7 @@ def is_unbound(*sides: PartnerTensors) -> bool:
 
 
 def _in_file(side: PartnerTensors) -> Tensor:
-    pos_N3: Tensor = side.nodes["pos"][:, CA].double() + side.centre.double()
-    return pos_N3
+    return side.nodes["pos"][:, CA].double() + side.centre.double()
 
 
 def _onto_bound(side: PartnerTensors) -> Tensor:

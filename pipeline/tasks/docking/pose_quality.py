@@ -156,8 +156,7 @@ TOPS: dict[str, float] = {"top-1": 1, "top-5": 5, "oracle": math.inf}
 
 def moved(pos_N3: Floats, move_P12: Floats) -> Floats:
     """Return positions in their file after each move, x → turn @ x + shift [P, N, 3]; nine numbers are the turn's."""
-    moved_PN3: Floats = pos_N3 @ move_P12[:, :9].reshape(-1, 3, 3).transpose(0, 2, 1) + move_P12[:, None, 9:]
-    return moved_PN3
+    return pos_N3 @ move_P12[:, :9].reshape(-1, 3, 3).transpose(0, 2, 1) + move_P12[:, None, 9:]
 
 
 def _near_residues(receptor: PartnerAtoms, ligand: PartnerAtoms, ligand_A3: Floats, limit: float) -> Pairs:

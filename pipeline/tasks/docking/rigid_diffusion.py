@@ -289,8 +289,7 @@ def pose_rmsds(pos_PL3: Tensor, true_L3: Tensor, receptor_R3: Tensor) -> Tensor:
 
 def rmsd(pos_PN3: Tensor, true_N3: Tensor) -> Tensor:
     """Return the root of the mean square distance of poses from positions [P]."""
-    apart_P: Tensor = (pos_PN3 - true_N3).square().sum(-1).mean(-1).sqrt()
-    return apart_P
+    return (pos_PN3 - true_N3).square().sum(-1).mean(-1).sqrt()
 
 
 def superposed(pos_PN3: Tensor, onto_N3: Tensor, moved_PM3: Tensor | None = None) -> Tensor:

@@ -63,8 +63,7 @@ def similarity(predicted: DrawnPeaks, observed: DrawnPeaks, grid: Grid) -> Tenso
     drawn = _near if grid.reach else _everywhere
     own_BG, other_BG = drawn(predicted, grid), drawn(observed, grid)
     both_B, own_B, other_B = (own_BG * other_BG).sum(1), (own_BG * own_BG).sum(1), (other_BG * other_BG).sum(1)
-    cosine_B: Tensor = both_B / (own_B * other_B).clamp(min=NOTHING).sqrt()
-    return cosine_B
+    return both_B / (own_B * other_B).clamp(min=NOTHING).sqrt()
 
 
 def _everywhere(peaks: DrawnPeaks, grid: Grid) -> Tensor:
@@ -193,8 +192,7 @@ def coverage_loss(ions: DrawnPeaks, spectra: SpectrumInput) -> Tensor:
     share_BP = spectra.intensity_BP / spectra.intensity_BP.sum(1, keepdim=True).clamp(
         min=torch.finfo(torch.float32).tiny
     )
-    loss_B: Tensor = 1 - (near_BPF.max(2).values * share_BP).sum(1)
-    return loss_B
+    return 1 - (near_BPF.max(2).values * share_BP).sum(1)
 
 
 def drawn_loss(ions: DrawnPeaks, spectra: SpectrumInput, grid: Grid) -> Tensor:

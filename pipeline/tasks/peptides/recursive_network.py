@@ -163,8 +163,7 @@ class SpectrumEncoder(nn.Module):
     def precursor_row(self, spectra: SpectrumInput) -> Tensor:
         charge_BC = self.charge(spectra.charge_B.clamp(0, MOST_CHARGE))
         row_BD = torch.cat([self.precursor_waves(spectra.precursor_mz_B), charge_BC], -1)
-        first_B1D: Tensor = row_BD.unsqueeze(1) + self.precursor
-        return first_B1D
+        return row_BD.unsqueeze(1) + self.precursor
 
 
 class RecursiveNetwork(nn.Module):

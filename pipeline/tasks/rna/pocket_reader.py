@@ -171,8 +171,7 @@ def _is_rna(sections: Mapping[str, Any], more_residues: Collection[str]) -> NDAr
     if len(labels) != len(first_R) or not is_rna_R.any():
         names = ", ".join(dict.fromkeys(labels)) or "none"
         raise UnusableEntry(f"no residue is RNA: {names[:80]}; list further names in data.options.residues")
-    kept_A: NDArray[np.bool_] = np.repeat(is_rna_R, np.diff(first_R, append=atoms))
-    return kept_A
+    return np.repeat(is_rna_R, np.diff(first_R, append=atoms))
 
 
 def _features(sections: Mapping[str, Any], kept_A: NDArray[np.bool_]) -> Floats:

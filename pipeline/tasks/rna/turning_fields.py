@@ -204,8 +204,7 @@ class FieldNorm(nn.Module):
         if self.how == "published":
             x_NMD = x_NMD - x_NMD.mean(-1, keepdim=True)
         over = (-2, -1) if self.how == "together" else (-1,)
-        normed_NMD: Tensor = x_NMD * (x_NMD.square().mean(over, keepdim=True) + TINY).rsqrt()
-        return normed_NMD
+        return x_NMD * (x_NMD.square().mean(over, keepdim=True) + TINY).rsqrt()
 
 
 class WholeNorm(nn.Module):

@@ -176,8 +176,7 @@ class PeakAttention(nn.Module):
         share_BHLL = torch.softmax(score_BHLL + bias.bias_B1QL, -1)
         share_BHLL = functional.dropout(share_BHLL, self.dropout, self.training)
         mixed_BLD = (share_BHLL.to(value_BHLD.dtype) @ value_BHLD).transpose(1, 2).flatten(2)
-        attended_BLD: Tensor = functional.linear(mixed_BLD, out)
-        return attended_BLD
+        return functional.linear(mixed_BLD, out)
 
 
 class PeakLayer(nn.Module):

@@ -58,8 +58,7 @@ TINY = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, or all of it where it is not sharded."""
-    shard: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return shard
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 class StepWatch(Protocol):
