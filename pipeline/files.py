@@ -43,8 +43,7 @@ FOR_GROUP = stat.S_IRGRP | stat.S_IWGRP
 
 def shared_bits(folder: Path) -> int:
     """Return the mode bits that a group's folder adds to its files regardless of the umask, else 0."""
-    mode = folder.stat().st_mode
-    return FOR_GROUP if mode & SHARED == SHARED else 0
+    return FOR_GROUP if folder.stat().st_mode & SHARED == SHARED else 0
 
 
 def whose(path: Path) -> str:

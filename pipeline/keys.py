@@ -25,8 +25,7 @@ def recipe_key(kind: str, recipe: Mapping[str, Any]) -> bytes:
 
     The digest is cryptographic, because different recipes must never have the same key.
     """
-    text = _ENCODER.encode([kind, recipe])
-    return hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+    return hashlib.blake2b(_ENCODER.encode([kind, recipe]).encode(), digest_size=KEY_BYTES).digest()
 
 
 def tagged_key(kind: str, recipe: Mapping[str, Any], subject: Any) -> bytes:

@@ -187,8 +187,7 @@ def expand(job: str) -> Iterator[str]:
 @cache_some
 def parse_state(text: str) -> TaskState:
     """Return the state that a text begins with ("CANCELLED by 0"); UNKNOWN for other words."""
-    word = text.split(" ", 1)[0].rstrip("+")
-    return _STATES.get(word, TaskState.UNKNOWN)
+    return _STATES.get(text.split(" ", 1)[0].rstrip("+"), TaskState.UNKNOWN)
 
 
 _STATES = {state.value: state for state in TaskState}

@@ -320,8 +320,7 @@ def _this_run(log: str) -> str:
 
 def _joined(*parts: str) -> str:
     """Join the parts that are not empty, without repetition."""
-    unique = dict.fromkeys(part for part in parts if part)
-    return "; ".join(unique)
+    return "; ".join(dict.fromkeys(part for part in parts if part))
 
 
 def named_signal(number: int | None) -> str:

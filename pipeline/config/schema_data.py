@@ -137,8 +137,7 @@ class StructuresSection(Section):
 
     def conflicts(self) -> Iterator[Conflict]:
         if self.min_plddt is not None and self.plddt == "none":
-            problem = "needs pLDDT values: set structures.plddt: marked (or every)"
-            yield "min_plddt", problem
+            yield "min_plddt", "needs pLDDT values: set structures.plddt: marked (or every)"
 
 
 class EmbedBatchSection(Section):

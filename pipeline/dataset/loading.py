@@ -52,8 +52,7 @@ def open_loader(
         raise ConfigError(problem, where="open_loader", remedy="open_loader(…, rank=…, ranks=…), or neither")
     end_after_gloo()
     sets = [sets] if isinstance(sets, str) else list(sets)
-    file = find_config(Path(config) if config else None)
-    loaded = read_config(file, sets)
+    loaded = read_config(find_config(Path(config) if config else None), sets)
     project = Project.open(loaded.config, remember=False, beside=loaded.base_dir.absolute())
     try:
         table = table_of(project)

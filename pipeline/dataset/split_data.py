@@ -305,8 +305,7 @@ def _named_by_draw(component_N: NDArray[np.int64], draw_N: NDArray[np.uint64]) -
 def shared_levels(shared: SharedItems) -> list[SharedBySplits]:
     """Return what the splits of a data set share, level by level, with one partner or with both."""
     names, split_N = list(shared.names), np.array(shared.splits, np.int64)
-    levels = _levels(shared)
-    return [found for level in levels for found in shared_by_splits(*level, split_N, names)]
+    return [found for level in _levels(shared) for found in shared_by_splits(*level, split_N, names)]
 
 
 def leaking_items(shared: SharedItems) -> dict[int, list[tuple[str, str, int]]]:

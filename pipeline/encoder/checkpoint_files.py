@@ -84,8 +84,7 @@ def unusable(what: str, path: Path, remedy: str = USE_ESM2) -> WeightsUnusable:
 
 def unreadable_checkpoint(path: Path, error: OSError) -> WeightsUnusable:
     """Return the error for a checkpoint file that cannot be read."""
-    what = f"cannot be read: {error.strerror or error}"
-    return unusable(what, path, f"ls -ldL {quoted(path)}")
+    return unusable(f"cannot be read: {error.strerror or error}", path, f"ls -ldL {quoted(path)}")
 
 
 def _folder(folder: Path, names: Container[str]) -> CheckpointFiles:

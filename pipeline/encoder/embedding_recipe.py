@@ -113,8 +113,7 @@ class EmbeddingRecipe:
 
     def accepted(self, residues: int) -> tuple[Variant, ...]:
         """Return the accepted variants, best first: the wanted one, then those that the configuration allows."""
-        wanted = self.wanted(residues)
-        cuts = [wanted.cut]
+        cuts = [self.wanted(residues).cut]
         if self.windowed(residues) not in cuts:
             cuts.append(self.windowed(residues))
         may_be_full = self.precision != "fp32" and (self.half_fallback or self.on_oom == "cpu")  # the CPU computes so

@@ -97,8 +97,7 @@ class _ScriptUnpickler(pickle.Unpickler):
             return Inert
         known = self.known.get(f"{module}.{name}") or (module == "torch" and STORAGES.get(name))
         if not known:
-            problem = f"GLOBAL {module}.{name}"
-            raise pickle.UnpicklingError(problem)
+            raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
         return known
 
     def persistent_load(self, place: Any) -> Any:

@@ -146,8 +146,7 @@ class Supervisor:
         until, live = time.monotonic() + patience_s, self._live()
         self.executor.step(0)
         while (left_s := until - time.monotonic()) > 0:
-            gone = {*live} - self.executor.queued(live)
-            if all(map(is_over, self.executor.status(gone))):
+            if all(map(is_over, self.executor.status({*live} - self.executor.queued(live)))):
                 break
             self.executor.step(left_s)
         self._catch_up()

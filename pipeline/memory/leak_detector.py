@@ -234,8 +234,7 @@ class Leaks:
             self._note_missed()
         else:
             self._inspected += INSPECTED
-            with_objects = {series.name for series in rates} != {TENSORS}
-            self._inspection = Inspection(with_objects=with_objects)
+            self._inspection = Inspection(with_objects={series.name for series in rates} != {TENSORS})
 
     def _note_missed(self) -> None:
         self._missed_at, self._missed = self._step, {series: series.live.bytes for series in self._rates}

@@ -69,8 +69,7 @@ class Question:
 def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
     """Return the named GPUs, else those of the cluster; the plan is for the first, the others are compared."""
     config = question.config
-    resources = config.cluster.train
-    ranks = resources.world
+    ranks = config.cluster.train.world
     if question.gpus:
         return [_offer(text, ranks, config.train) for text in question.gpus]
     if on_cpu:

@@ -161,8 +161,7 @@ def _models(task: Task, model: nn.Module, seed: int) -> Iterator[str]:
     """Check that `model` depends only on torch's seed: every rank builds its own, and all must be equal."""
     import torch
 
-    again = _built(task, seed)
-    first, second = dict(model.named_parameters()), dict(again.named_parameters())
+    first, second = dict(model.named_parameters()), dict(_built(task, seed).named_parameters())
     if first.keys() != second.keys() or any(first[name].shape != second[name].shape for name in first):
         yield "model() returns other parameters each time it is called"
     elif odd := [name for name in first if not torch.equal(first[name], second[name])]:
@@ -196,8 +195,7 @@ def _try_step(task: Task, sizes: Mapping[str, int]) -> None:
         return make_step(task, StepSettings(precision=choice.precision), watch=watch, model=model)
 
     try:
-        tracer = Tracer(build, task.model, example, dict(sizes), ON_CPU)
-        tracer.micro(MemoryChoice(), dict(sizes))
+        Tracer(build, task.model, example, dict(sizes), ON_CPU).micro(MemoryChoice(), dict(sizes))
     except CannotTrace:  # fake tensors do not work here
         make_step(task, StepSettings()).run([example(sizes)])
 

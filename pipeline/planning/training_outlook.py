@@ -228,8 +228,7 @@ class _PlanningCase:
 
     def configurations(self, plan: MemoryPlan) -> list[Configuration]:
         """Return the memory of a rank's share, run whole, halved, … and item by item."""
-        batch = min(self.config.train.effective_batch, len(self.table))
-        share = ceil(batch / self.offers[0].ranks)
+        share = ceil(min(self.config.train.effective_batch, len(self.table)) / self.offers[0].ranks)
         counts = [1, 2]
         while counts[-1] < share:
             counts.append(2 * counts[-1])
@@ -404,8 +403,7 @@ def _host(
 
 def _mem(config: Config, host: HostNeed) -> Suggestion:
     """Return a job's memory: the configured, else the planned, corrected by measurements of such jobs."""
-    resources = config.cluster.train
-    pinned = asked_bytes(resources, 0)
+    pinned = asked_bytes(config.cluster.train, 0)
     if pinned:
         planned = format_bytes(host.total_bytes)
         fits = "enough" if pinned >= host.total_bytes else f"less than the {planned} that are planned"

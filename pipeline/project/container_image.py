@@ -192,8 +192,7 @@ def refuse_unfit_image(config: Config) -> Iterator[str]:
 
 def _look_for_pyxis(config: Config) -> Iterator[str]:
     """Refuse pyxis if srun does not know it; only a job could look into the image."""
-    done = run_here(config, "srun --help", "srun")
-    if "--container-image" not in done.stdout:
+    if "--container-image" not in run_here(config, "srun --help", "srun").stdout:
         remedy = f"--set {WHERE}.runtime=apptainer, or ask the site for pyxis"
         what = "srun has no option --container-image here"
         raise SubmissionRefused(what, where=f"{WHERE}.runtime: pyxis", remedy=remedy)

@@ -114,8 +114,7 @@ def steps_with_bundles(folder: RunFolder, point: str | None = None) -> list[int]
 
 def project_of_run(folder: RunFolder, point: str | None = None) -> tuple[Project, ModelFolder]:
     """Return a run's project, by its frozen configuration, and the folder of what it, or a point of it, trains."""
-    config = read_resolved(folder.config)
-    project = Project.open(config, beside=folder.task_root, remember=False)
+    project = Project.open(read_resolved(folder.config), beside=folder.task_root, remember=False)
     try:
         trainings = read_trainings(folder)
     except ValueError as error:
@@ -194,8 +193,7 @@ class ReplayedShare:
         bundle, sampler = self._bundle, self._loader.sampler
         if begun >= int(bundle.state.get("micro_batches", 0)):
             return
-        budget = max(int(bundle.budget.get(COST, 0)), int(self._items.cost_N.max()))
-        sampler.adjust({COST: budget})
+        sampler.adjust({COST: max(int(bundle.budget.get(COST, 0)), int(self._items.cost_N.max()))})
         micros = sampler.micros(bundle.epoch, bundle.epoch_step)
         pairs = zip(bundle.cuts, micros, strict=False)
         if any(not set(cut.numbers) <= set(micro.items.tolist()) for cut, micro in pairs):
@@ -316,8 +314,7 @@ def replay_here(
         step.task = job.stage_tasks.get(share.stage, job.task)
         result.notes += share.notes
         rng = RngState(step_bundle.read_rng(case.where), chosen)
-        measured = meter or meter_of(chosen)
-        result.rerun = rerun(step, share.parts, share.read, rng, measured, begin=begin)
+        result.rerun = rerun(step, share.parts, share.read, rng, meter or meter_of(chosen), begin=begin)
         result.suspects = _suspects(step, result.rerun, share)
         if case.bundle.kind is step_bundle.BundleKind.OOM:
             result.traced = _traced(case, share, result.notes)

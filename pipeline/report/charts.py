@@ -69,8 +69,7 @@ def number_axis(low: float, high: float, unit: str = "", *, most: int = 5) -> Ax
     values, largest = [n * step for n in range(first, last + 1)], max(abs(low), abs(high))
     is_plain = places <= MOST_PLACES and LEAST_PLAIN <= largest < MOST_PLAIN
     words = [f"{value:,.{places}f}" for value in values] if is_plain else _short(values, step)
-    ticks = zip(values, words, strict=True)
-    return Axis(first * step, last * step, tuple(ticks), unit)
+    return Axis(first * step, last * step, tuple(zip(values, words, strict=True)), unit)
 
 
 def log_axis(low: float, high: float) -> Axis:

@@ -370,8 +370,7 @@ def script_trouble(
     A SIGKILL without a message means out of memory only if the memory was at its limit.
     """
     ends = [(at, match) for at, line in enumerate(lines) if (match := LAUNCHER.search(line))]
-    own_lines = lines[: ends[0][0]] if ends else lines
-    trouble, reason = _trouble(own_lines)
+    trouble, reason = _trouble(lines[: ends[0][0]] if ends else lines)
     of_slurm = [line for line in lines if says_oom_kill(line)]
     if of_slurm and trouble != "gpu_oom":
         return "host_oom", of_slurm[-1]

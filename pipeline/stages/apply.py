@@ -267,8 +267,7 @@ class ApplyStage(Stage):
             else:
                 where = use.folder(prepared).checkpoints
             raise DataError(what, where=str(where), remedy=_training(folder))
-        is_for_all = folder is None or folder.command().stage == "all"
-        table = use.items(prepared, may_miss=is_for_all)
+        table = use.items(prepared, may_miss=folder is None or folder.command().stage == "all")
         items, left, data = len(table), 0, str(project.config.data.path)
         model, each = str(use.folder(prepared).path), use.code.samples or 1
         made = use.made_of(table)

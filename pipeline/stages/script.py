@@ -125,8 +125,7 @@ class ScriptStage(Stage):
                 return
             before = newest_change(values.output)
             outcome = _run(project, script, values, context, peers.has_lost)
-            saved = newest_change(values.output) != before
-            _settle(outcome, peers, context.ending, saved=saved)
+            _settle(outcome, peers, context.ending, saved=newest_change(values.output) != before)
         yield None
 
     def judge(self, project: Project, folder: RunFolder, patience_s: float) -> Scripted:  # noqa: ARG002

@@ -30,8 +30,7 @@ class UnusableInput(Exception):
 
 def name_word(name: str) -> int:
     """Return a name of at most 8 bytes as the integer that name columns hold."""
-    padded = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
-    return int.from_bytes(padded, "little")
+    return int.from_bytes(name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0"), "little")
 
 
 def name_text(word: int | np.uint64) -> str:

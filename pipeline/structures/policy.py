@@ -224,8 +224,7 @@ def _types(table: AtomTable, sites: Sites) -> NDArray[Any]:
         name_S = _usual_names(table, sites, name_S)
         name_T = np.unique(name_S)
     known = ((name_word(name), name_word(parent)) for name, parent in table.parents.items())
-    types_T = _types_of(tuple(name_T.tolist()), tuple(known))
-    return types_T[np.searchsorted(name_T, name_S)]
+    return _types_of(tuple(name_T.tolist()), tuple(known))[np.searchsorted(name_T, name_S)]
 
 
 @lru_cache(maxsize=64)  # most files have the same twenty names

@@ -89,8 +89,7 @@ def complex_pdb(seed: int, n_receptor: int = 200, n_ligand: int = 200) -> bytes:
     """Return a PDB file of two chains, A and B, that touch."""
     rng = np.random.default_rng(seed)
     sequences = draw_sequence(rng, n_receptor), draw_sequence(rng, n_ligand)
-    partners = dock(rng, *map(fold_chain, sequences))
-    return to_pdb(dict(zip("AB", partners, strict=True)))
+    return to_pdb(dict(zip("AB", dock(rng, *map(fold_chain, sequences)), strict=True)))
 
 
 def draw_sequence(rng: np.random.Generator, length: int) -> str:
@@ -202,8 +201,7 @@ def _draw_segments(rng: np.random.Generator, n_residues: int) -> tuple[Floats, N
     is_helix_S = rng.random(n_segments) < 0.5
     loop_S = rng.integers(3, 7, n_segments)
     length_S = loop_S + np.where(is_helix_S, rng.integers(8, 17, n_segments), rng.integers(4, 9, n_segments))
-    end_S = np.minimum(length_S.cumsum(), n_residues)
-    length_S = np.diff(end_S, prepend=0)
+    length_S = np.diff(np.minimum(length_S.cumsum(), n_residues), prepend=0)
     length_S = length_S[length_S > 0]
     shape = (len(length_S), CANDIDATES, length_S.max(), 2)
     loop_SKL2 = rng.choice(LOOPS, size=shape[:3], p=LOOP_SHARES) + rng.normal(0, 12, shape)

@@ -246,8 +246,7 @@ class DenovoRecursive(SpectrumNoise, NetworkSizes):
 
     def weights(self, batch: DenovoBatch) -> dict[str, float]:
         """Return how many letters, spectra and masses are known."""
-        term_weights = (1.0, self.spectrum_weight, self.precursor_weight)
-        terms = zip(TERMS, batch.known, term_weights, strict=True)
+        terms = zip(TERMS, batch.known, (1.0, self.spectrum_weight, self.precursor_weight), strict=True)
         return {name: known for name, known, term_weight in terms if term_weight}
 
     def _masses_V(self, like: Tensor) -> Tensor:

@@ -262,8 +262,7 @@ class Staying:
                 with suppress(OSError, ValueError):  # a run of other stages, or half of one
                     keys += parse_key(folder.table.read_text())
                 keys += bytes.fromhex(read_by_run(folder).get("table", ""))  # which may not be checked yet
-        tables = sorted_keys(keys)
-        for key in column_keys(tables):
+        for key in column_keys(sorted_keys(keys)):
             with suppress(CacheDamaged, RecordMissing):
                 keys += b"".join(pages_of(self.cache.kind(SETS).get(key)))
         return Live(keys=sorted_keys(keys))

@@ -325,5 +325,4 @@ def comparison(models: Sequence[ComparedModel], metric: str | None = None) -> Co
         what = f"no training has metric {metric!r}; known metrics: {', '.join(known) or 'none yet'}"
         raise ConfigError(what, where="--metric", remedy="name one of these")
     settings = next((known for known in of_all if known.monitor == name), ValidationSection(monitor=name))
-    is_loss = name.startswith("training ")
-    return compared(models, name, lower=is_loss or settings.lower_is_better)
+    return compared(models, name, lower=name.startswith("training ") or settings.lower_is_better)

@@ -247,8 +247,7 @@ def sizes_said(text: str, *, bare: bool = False) -> list[int]:
     rest = _plain(text)
     if (model := _model_in(rest)[0]) is not None:  # its name may look like a size: a10g
         rest = rest[: model.start()] + rest[model.end() :]
-    matches = _SIZE.findall(rest) or (_BARE_SIZE.findall(rest) if bare else [])
-    return [int(size) for size in matches]
+    return [int(size) for size in _SIZE.findall(rest) or (_BARE_SIZE.findall(rest) if bare else [])]
 
 
 def nearest_sizes(sold: SizesGib, said: list[int]) -> SizesGib:

@@ -352,8 +352,7 @@ class BudgetSearch:
             part = max(memory.peak_bytes(average) - base, 1) / len(average)
             terms = zip(bounds.terms.texts, average, strict=True)
             model = CostModel({term: part / max(size, 1) for term, size in terms}, base)
-        budget = max(int(limit - model.base), 1)
-        rows_MS = bounds.extremes(model, budget)
+        rows_MS = bounds.extremes(model, max(int(limit - model.base), 1))
         for place in np.unique(np.linspace(0, len(rows_MS) - 1, _SCREENED).astype(np.int64)):
             memory.peak_bytes(bounds.rounded(rows_MS[place]))
         return self.model()
@@ -389,8 +388,7 @@ class BudgetSearch:
         bounds = self.bounds
         wanted = min(bounds.request.micro_batch or 1, bounds.share)
         self.memory.peak_bytes(bounds.mean(wanted))
-        model = CostModel({ITEM: 1.0}, self.model().base)
-        found = self._tried(model, wanted, limit)
+        found = self._tried(CostModel({ITEM: 1.0}, self.model().base), wanted, limit)
         return replace(found, limit=MicroBatchLimit.PINNED) if found.live <= limit else None
 
     def _tried(self, model: CostModel, budget: int, limit: int, *, whole: bool = False) -> FoundBudget:

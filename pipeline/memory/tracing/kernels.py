@@ -332,8 +332,7 @@ def _put(call: Call) -> int:
     indices = [index for index in call.args[1] if index is not None]
     if not call.argument(3, "accumulate", False) or not indices:  # noqa: FBT003
         return 0
-    count = prod(_BROADCAST(*(index.shape for index in indices)))
-    return 6 * INDEX * int(count)
+    return 6 * INDEX * int(prod(_BROADCAST(*(index.shape for index in indices))))
 
 
 def _convolution_reserve(call: Call) -> int:

@@ -157,8 +157,7 @@ def _check_name(name: str) -> None:
 
 def _descriptor(key: bytes, tensors: list[Tensor], meta: Mapping[str, Any], data_bytes: int) -> bytes:
     arrays = [(tensor.name, tensor.tag, tensor.shape) for tensor in tensors]
-    content = {"key": key.hex(), "arrays": arrays, "meta": dict(meta)}
-    text = _ENCODE(content).encode()
+    text = _ENCODE({"key": key.hex(), "arrays": arrays, "meta": dict(meta)}).encode()
     padding = -(data_bytes + len(text) + _LENGTH.size) % ALIGNMENT
     return text + b" " * padding + _LENGTH.pack(len(text) + padding + _LENGTH.size)
 

@@ -138,8 +138,7 @@ def _split(data: bytes, *, to_end: bool) -> tuple[_AtomLines, list[Water]]:
             stop = water.end()
         else:
             stop = data.find(b"\n", at) + 1 or len(data)
-            record = _record(data[at:stop])
-            if record == b"END":
+            if _record(data[at:stop]) == b"END":
                 _require(not to_end or all(data.find(b"\n" + more, at) < 0 for more in (b"ATOM", b"HETATM")))
                 break
         at = stop
@@ -172,8 +171,7 @@ def _table(lines: _AtomLines, waters: Sequence[Water]) -> AtomTable:
     chain_R = lines.view(21, "u1")[first_R]
     number_R = _whole_numbers().read(lines.view(22, "<u4")[first_R]).astype(np.int32) // 1000
     icode_R = lines.view(26, "i1")[first_R]
-    starts_R = changes(chain_R)
-    _check_residues(starts_R, number_R, icode_R)
+    _check_residues(changes(chain_R), number_R, icode_R)
     _check_waters(waters, first_R, chain_R, lines.atoms)
     length_R = np.append(first_R[1:], lines.atoms) - first_R
     return AtomTable(

@@ -87,8 +87,7 @@ class StructureFolder:
 
 def split_suffix(name: str) -> tuple[str, str]:
     """Divide a file name into its stem and its structure suffix, which is empty for other files."""
-    plain = name.removesuffix(".gz")
-    stem, _dot, ending = plain.rpartition(".")
+    stem, _dot, ending = name.removesuffix(".gz").rpartition(".")
     if f".{ending.lower()}" not in FORMATS or not stem:
         return name, ""
     return stem, name[len(stem) :]

@@ -147,8 +147,7 @@ def read_moves(table: Path) -> dict[str, NDArray[np.float64]]:
                 if np.isfinite(move).all():
                     found.setdefault(item_of(cell_text(row["id"])), []).append(move)
     except (OSError, KeyError, ValueError) as error:
-        problem = f"has no poses: {error}"
-        raise DataError(problem, where=str(table), remedy=DRAW) from error
+        raise DataError(f"has no poses: {error}", where=str(table), remedy=DRAW) from error
     return {name: np.array(moves) for name, moves in found.items()}
 
 

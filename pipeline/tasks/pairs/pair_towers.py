@@ -206,8 +206,7 @@ class RowTower(nn.Module):
         x_BLD = torch.cat([self.whole_D.expand(len(x_BLD), 1, -1), x_BLD], 1)
         for layer in self.layers:
             x_BLD = layer(x_BLD, rows.real_BL)
-        vector_BD = self.out(self.norm(x_BLD[:, 0]))
-        return functional.normalize(at_least_single(vector_BD), dim=-1)
+        return functional.normalize(at_least_single(self.out(self.norm(x_BLD[:, 0]))), dim=-1)
 
 
 CLIP, CLIP_TRANSFORMERS = "clip", "clip_transformers"

@@ -161,8 +161,7 @@ class _Bound:
 
     def __init__(self, letter_LV: Numbers, end_N: Numbers, masses_V: Numbers, whole: float, tolerance: float) -> None:
         self._spare = math.ceil((SPARE + tolerance) / STEP)
-        steps = math.floor(whole / STEP) + 2 * self._spare + 2
-        near = np.zeros(steps, np.bool_)
+        near = np.zeros(math.floor(whole / STEP) + 2 * self._spare + 2, np.bool_)
         near[self._of(-tolerance) - 1 : self._of(tolerance) + 2] = True
         step_V = np.floor(masses_V / STEP).astype(np.int64)
         worth_G = np.where(near, end_N[-1], NEVER)

@@ -292,8 +292,7 @@ def modifications_text(code_R: NDArray[np.int64]) -> str:
 
 
 def _change_of(code: int) -> Any:
-    at = code - len(LETTERS)
-    return [change for change in MODIFICATIONS for _ in change.letters or ("",)][at]
+    return [change for change in MODIFICATIONS for _ in change.letters or ("",)][code - len(LETTERS)]
 
 
 def _unimod(change: Any) -> str:

@@ -206,8 +206,7 @@ def write_pockets(
     folder: Path, complexes: int, *, ligands: int = 6, width: int = 32, pairs: int = 4, models: int = 1, seed: int = 0
 ) -> None:
     """Write complexes with a number of base pairs and models each, their targets, and a library of all ligands."""
-    rng = np.random.default_rng(seed)
-    vector_LD = rng.normal(size=(ligands, width)).astype(np.float32)
+    vector_LD = np.random.default_rng(seed).normal(size=(ligands, width)).astype(np.float32)
     liked = [LIKED[ligand % len(LIKED)] for ligand in range(ligands)]
     pockets = folder / "pockets"
     pockets.mkdir(parents=True, exist_ok=True)

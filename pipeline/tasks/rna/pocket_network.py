@@ -393,8 +393,7 @@ class PocketNetwork(nn.Module):
     def forward(self, batch: PocketBatch) -> Tensor:
         """Return the vectors [B, D]."""
         with torch.autocast(batch.pos_N3.device.type, enabled=False):
-            known_NI = self.atom_invariants(batch)
-            pooled_BI = self.pool(known_NI, batch.item_N, len(batch.target_BD))
+            pooled_BI = self.pool(self.atom_invariants(batch), batch.item_N, len(batch.target_BD))
             if self.sequence is not None and batch.sequence_BS is not None:
                 pooled_BI = pooled_BI + self.sequence(batch.sequence_BS)
             vector_BD: Tensor = self.out_norm(self.out(pooled_BI))

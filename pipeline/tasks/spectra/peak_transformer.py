@@ -354,8 +354,7 @@ class DreamsForm(OriginalForm):
         """Return a model's tensors under their names: all of a fine-tuned one, or without a head a pre-trained one."""
         theirs = super().write(tensors)
         theirs[BACKBONE + AGAIN] = theirs[BACKBONE + FREQUENCIES]
-        is_tuned = any(name.startswith(HEAD) for name in tensors)
-        bare = BACKBONE + HEAD if is_tuned else BACKBONE
+        bare = BACKBONE + HEAD if any(name.startswith(HEAD) for name in tensors) else BACKBONE
         return {name.removeprefix(BACKBONE) if name.startswith(bare) else name: theirs[name] for name in theirs}
 
 

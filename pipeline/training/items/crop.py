@@ -99,8 +99,7 @@ class _OrderedPartner:
         far_U = np.full(int(unit_N.max()) + 1, np.inf)
         np.minimum.at(far_U, unit_N, far_N)
         order_N = np.lexsort((far_N, unit_N, far_U[unit_N]))
-        start_U = np.flatnonzero(np.diff(unit_N[order_N], prepend=-1))
-        return cls(part, order_N, start_U)
+        return cls(part, order_N, np.flatnonzero(np.diff(unit_N[order_N], prepend=-1)))
 
     @cached_property
     def rank_N(self) -> Integers:
@@ -116,8 +115,7 @@ class _OrderedPartner:
         """Return how many nodes stay of at most `most`: whole units, unless the first alone is larger."""
         if most >= self.part.size:
             return self.part.size
-        whole = int(self.start_U[np.searchsorted(self.start_U, most, side="right") - 1])
-        return whole or most
+        return int(self.start_U[np.searchsorted(self.start_U, most, side="right") - 1]) or most
 
     def units(self, count: int) -> int:
         """Return how many residues stay (nodes, if these are residues)."""

@@ -67,8 +67,7 @@ class Phase:
 
     def switch_readers(self, seconds: Mapping[str, float], host: HostMeter | None) -> bool:
         """Switch to reader processes if threads fell behind and there is memory and a core; return whether it did."""
-        waited_s = seconds.get(READ, 0.0)
-        fell_behind = waited_s > max(FELL_BEHIND_S, FELL_BEHIND * sum(seconds.values()))
+        fell_behind = seconds.get(READ, 0.0) > max(FELL_BEHIND_S, FELL_BEHIND * sum(seconds.values()))
         has_room = host is None or host.read().share < ROOM_TO_FORK
         if self.loader.readers == PROCESSES or not fell_behind or not has_room or len(os.sched_getaffinity(0)) < 2:
             return False

@@ -170,8 +170,7 @@ def train(job: Job, before: int = 0) -> Generator[Reason | None, None, None]:
         for done in trainer.run():
             if job.claim is not None and job.claim.is_lost:
                 job.claim.check()
-            start = job.context.report.figures.setdefault(FROM_STEP, done)
-            job.context.report.moved = done > start
+            job.context.report.moved = done > job.context.report.figures.setdefault(FROM_STEP, done)
             for _ in range(before if job.ranks.rank == 0 else done, done):
                 yield None
             before = max(before, done)

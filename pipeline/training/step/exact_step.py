@@ -490,5 +490,4 @@ class ExactStep:
 
     def is_finite(self, piece: Piece) -> bool:
         """Say whether an item's own loss is finite."""
-        terms = self.step.evaluate(piece.collated())
-        return all(math.isfinite(total) for total, _ in terms.values())
+        return all(math.isfinite(total) for total, _ in self.step.evaluate(piece.collated()).values())
