@@ -39,7 +39,7 @@ class Machine:
         if gpus is not None:
             gpu_names = (*gpu_names, *map(str, range(len(gpu_names), gpus)))[:gpus]
         return cls(
-            cpus=find_cpus() if cpus is None else cpus,
+            cpus=len(os.sched_getaffinity(0)) if cpus is None else cpus,
             gpus=gpu_names,
             mem_bytes=find_mem_bytes() if mem_bytes is None else mem_bytes,
         )
@@ -75,11 +75,6 @@ class Slots:
         self._cpus += request.cpus_on_node
         self._mem_bytes += request.mem_bytes or 0
         self._gpus += gpus
-
-
-def find_cpus() -> int:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def find_gpus(devices: Path = DEVICES) -> tuple[str, ...]:

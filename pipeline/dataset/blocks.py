@@ -228,7 +228,7 @@ class FoundTallies(Generic[T]):
             keys = [tally.keys if (tally := self.get(block)) else {} for block in chunk]
             for kind, whole in records.items():
                 columns = [column.get(kind, b"") for column in keys]
-                whole_K = whole.mask(_split_keys(b"".join(columns)))
+                whole_K = whole.mask(np.frombuffer(b"".join(columns), f"V{KEY_BYTES}").tolist())
                 owner_K = np.repeat(np.arange(len(chunk)), [len(column) // KEY_BYTES for column in columns])
                 self._lost |= {chunk[number] for number in np.unique(owner_K[~whole_K])}
 
@@ -241,10 +241,6 @@ class FoundTallies(Generic[T]):
             by_age = sorted(self._folder.parent.iterdir(), key=lambda path: path.stat().st_mtime)
             for path in by_age[:-KEPT]:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _split_keys(column: bytes) -> list[bytes]:
-    return [column[at : at + KEY_BYTES] for at in range(0, len(column), KEY_BYTES)]
 
 
 def tallies(

@@ -52,12 +52,6 @@ class ColumnFile:
             yield np.frombuffer(piece, kind)
             at += len(piece)
 
-    def read(self, kind: DTypeLike) -> NDArray[Any]:
-        """Return all rows."""
-        with writing_run(self._folder):
-            self._file.seek(0)
-        return np.fromfile(self._file, kind)
-
 
 def in_files(total: T, folder: Path) -> T:
     """Move the columns of a total, which are still empty, to files; return the total."""
@@ -75,7 +69,8 @@ def in_files(total: T, folder: Path) -> T:
 
 def rows_of(column: Any, kind: DTypeLike) -> NDArray[Any]:
     """Return the rows of a column."""
-    return column.read(kind) if isinstance(column, ColumnFile) else np.frombuffer(column, kind)
+    whole = column.pieces(kind) if isinstance(column, ColumnFile) else [np.frombuffer(column, kind)]
+    return np.concatenate([np.empty(0, kind), *whole])
 
 
 def parts_of(column: Any, kind: DTypeLike) -> Iterator[NDArray[Any]]:

@@ -258,10 +258,6 @@ class Division:
     component_N: NDArray[np.int64]
     size_N: NDArray[np.int64]
 
-    def component_name(self, item: int, draws: Sequence[int]) -> str:
-        """Return the name of an item's component, which does not depend on the order of the items."""
-        return f"c{draws[self.component_N[item]]:016x}"
-
     def to_json(self) -> dict[str, Any]:
         items = np.bincount(self.split_N, minlength=len(self.names))
         _, counts = np.unique(self.component_N, return_counts=True)
@@ -364,7 +360,8 @@ def write_splits(project: Project, shared: SharedItems, division: Division, file
             writer.writerow(("path" if of_pairs else "id", "split", "cluster", *(("fold",) if folds else ())))
         for number, item in _usable(project, shared):
             name = _pair(item, of_pairs) if of_pairs else item.id
-            split, component = int(division.split_N[number]), division.component_name(number, shared.draws)
+            split = int(division.split_N[number])
+            component = f"c{shared.draws[division.component_N[number]]:016x}"  # whatever the order of the items
             # In the file of fold K, fold K is the test, the next one validates, and all others train.
             roles = [{0: "test", 1: "val"}.get((split - fold) % folds, "train") for fold in range(folds)]
             for writer, role in zip(writers, roles or [division.names[split]], strict=True):

@@ -391,7 +391,7 @@ def _rejected(status: StageStatus) -> int:
 def _describe(stage: StageStatus, tasks: Sequence[TaskRecord]) -> list[str]:
     """Describe failed tasks: the first few with cause and log, then the number of the others."""
     lines = []
-    failures = [(task, task.last) for task in tasks if task.last]
+    failures, page = [(task, task.last) for task in tasks if task.last], shipped(TROUBLESHOOTING)
     for task, attempt in failures[:FAILURES_SHOWN]:
         tries = f" (attempt {attempt.number})" if attempt.number > 1 else ""
         own_words = f"\n    {attempt.said}" if attempt.said and attempt.said not in attempt.reason else ""
@@ -399,15 +399,9 @@ def _describe(stage: StageStatus, tasks: Sequence[TaskRecord]) -> list[str]:
         ended = f"{attempt.state}: {_reason(attempt)[0]}{own_words}{then}"
         lines.append(f"  {stage.called(attempt.task)}{tries}: {ended}\n    log: {attempt.log}")
         entry = NOT_FINITE_ENTRY if NOT_FINITE in attempt.reason else attempt.cause.value
-        lines.append(f"    more: {_page()}#{entry}")
+        lines.append(f"    more: {page if page.is_file() else TROUBLESHOOTING}#{entry}")
     more = len(failures) - FAILURES_SHOWN
     return lines + ([f"  and {more} more tasks"] if more > 0 else [])
-
-
-def _page() -> str:
-    """Return the path of the troubleshooting page, or its name if the frozen code has no copy."""
-    page = shipped(TROUBLESHOOTING)
-    return str(page) if page.is_file() else TROUBLESHOOTING
 
 
 def _reason(attempt: Attempt) -> tuple[str, str]:

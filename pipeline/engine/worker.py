@@ -108,7 +108,8 @@ def main(words: Sequence[str]) -> int:
         remember, only = not stage.only_looks, only_of(folder)
         project = Project.open(config, remember=remember, beside=folder.task_root, only=only)
         if leads and stage.kinds:
-            update_indexes(project.cache, table.kinds_of(json.loads(folder.stages.read_text())), far_behind=True)
+            kinds = {kind for name in json.loads(folder.stages.read_text()) for kind in table.known_stage(name).kinds}
+            update_indexes(project.cache, kinds, far_behind=True)
         processes = stage.processes(project)
         if place is None and processes > 1:
             # Each of its processes sees all GPUs, as under torchrun

@@ -52,7 +52,7 @@ from pipeline.planning.training_work import (
 )
 from pipeline.project.project import asked_bytes, cluster_name, profiles_of
 from pipeline.project.run_code import blamed
-from pipeline.protocol import ITEMS, Example
+from pipeline.protocol import ITEMS, Example, Weights
 from pipeline.training.prepared import in_bounds
 from pipeline.units import format_bytes, format_seconds
 
@@ -348,7 +348,8 @@ def _stages(config: Config, data: DataSizes) -> Iterator[CurriculumStage]:
 
 def _kept(work: Work, plan: MemoryPlan) -> int:
     """Return how many micro-batches a rank keeps in memory for the second pass of a step."""
-    return min(plan.cuts.steps_most, KEPT_BYTES // _batch_bytes(plan)) if work.goes_twice else 0
+    goes_twice = isinstance(work.task, Weights) or work.is_contrastive  # it needs all weights or all rows first
+    return min(plan.cuts.steps_most, KEPT_BYTES // _batch_bytes(plan)) if goes_twice else 0
 
 
 def _batch_bytes(plan: MemoryPlan) -> int:
@@ -421,5 +422,5 @@ def _facts(config: Config, work: Work, plan: MemoryPlan) -> RunFacts:
         empty_cache_every=train.empty_cache_every,
         accumulation=plan.cuts.steps_most,
         module_types=frozenset(type(module).__name__ for module in model.modules()),
-        in_batch_contrastive=work.is_in_batch and not work.is_contrastive,
+        in_batch_contrastive=bool(getattr(work.task, "in_batch", False)) and not work.is_contrastive,
     )

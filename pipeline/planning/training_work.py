@@ -23,7 +23,7 @@ from pipeline.memory.footprint import EVERY_BLOCK, MemoryChoice, Unmeasurable
 from pipeline.memory.history import fingerprint
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.project.run_code import load_task, package_digest, source_digest, user_code_failed
-from pipeline.protocol import ITEMS, Contrastive, Example, Weights
+from pipeline.protocol import ITEMS, Contrastive, Example
 from pipeline.training.items.item_table import PAGE
 from pipeline.training.prepared import COST, LIKENESS, LOOSER, PADDING, likeness, sampler_settings
 from pipeline.training.sampling import Sampler
@@ -94,18 +94,8 @@ class Work:
         return ShardedStep(self.task, self.under(choice), ranks, device=device, scaled=True, make=make)
 
     @property
-    def goes_twice(self) -> bool:
-        """Whether a step passes twice over its micro-batches, because it needs all weights or all rows first."""
-        return isinstance(self.task, Weights) or self.is_contrastive
-
-    @property
     def is_contrastive(self) -> bool:
         return isinstance(self.task, Contrastive)
-
-    @property
-    def is_in_batch(self) -> bool:
-        """Tell whether the loss compares the items of a batch, if the task declares it."""
-        return bool(getattr(self.task, "in_batch", False)) or self.is_contrastive
 
     def request(self, train: TrainSection, ranks: int, ratios: Sequence[float] = ()) -> PlanRequest:
         """Return the planner's request for this task; a contrastive one is never sharded."""

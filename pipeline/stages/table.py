@@ -21,7 +21,7 @@ from pipeline.stages.validate import ValidateStage
 from pipeline.store.cache_folder import RECIPES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from pipeline.config.schema import Config
     from pipeline.journal.run_folder import RunFolder
@@ -56,11 +56,6 @@ def stage(name: str, config: Config) -> Stage:
         return ReaderScanStage()
     is_script = name == StageName.TRAIN and config.train.command is not None
     return ScriptStage() if is_script else known_stage(name)
-
-
-def kinds_of(names: Iterable[str]) -> set[str]:
-    """Return the kinds of records that these stages make."""
-    return {kind for name in names for kind in known_stage(name).kinds}
 
 
 def up_to(name: str, config: Config) -> list[str]:

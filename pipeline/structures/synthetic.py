@@ -80,10 +80,6 @@ class _Placement(NamedTuple):
     frame_L44: Floats
     torsion_L2: Floats
 
-    @property
-    def ca_L3(self) -> Floats:
-        return self.frame_L44[:-1, :3, 3]
-
 
 def complex_pdb(seed: int, n_receptor: int = 200, n_ligand: int = 200) -> bytes:
     """Return a PDB file of two chains, A and B, that touch."""
@@ -235,7 +231,7 @@ def _fitting(
     frame_KL44: Floats, torsion_KL2: Floats, placed: list[_Placement], *, at_any_rate: bool
 ) -> list[_Placement]:
     """Return the candidates that meet nothing, the one nearest to the centre of the rest last."""
-    earlier_R3 = np.concatenate([np.empty((0, 3)), *(placement.ca_L3 for placement in placed)])
+    earlier_R3 = np.concatenate([np.empty((0, 3)), *(placement.frame_L44[:-1, :3, 3] for placement in placed)])
     frame_KL44 = (placed[-1].frame_L44[-1] if placed else np.eye(4)) @ frame_KL44
     ca_KL3 = frame_KL44[:, :-1, :3, 3]
     clearance_K = np.minimum(_clearance(ca_KL3, earlier_R3), APART_CA)

@@ -265,7 +265,7 @@ def _entropy(logit_N: Tensor, label_N: Tensor, is_known_N: Tensor, yes_weight: f
 
 def _split(of_N: Tensor, of_P: Tensor, batch: InterfaceBatch) -> dict[str, list[Tensor]]:
     """Split values of residues and of pairs into those of each item."""
-    of_partners = batch.partners.of_each(of_N)
+    of_partners = torch.split_with_sizes(of_N, [count for pair in batch.partners.sizes for count in pair])
     of_items = torch.split_with_sizes(of_P, [rows * columns for rows, columns in batch.shapes])
     return {
         f"{RECEPTOR}_{INTERFACE}": list(of_partners[::2]),

@@ -53,10 +53,6 @@ class PartnerBatch(NamedTuple):
     ligand_P: Tensor
     sizes: tuple[tuple[int, int], ...]  # residues of each item's receptor and ligand
 
-    def of_each(self, values_N: Tensor) -> tuple[Tensor, ...]:
-        """Split rows of residues into those of each partner."""
-        return torch.split_with_sizes(values_N, [count for pair in self.sizes for count in pair])
-
 
 class PartnerGeometry(nn.Module):
     """Edge features from positions, unchanged when all of these are moved together."""

@@ -27,11 +27,6 @@ AT_ONCE = 4096  # groups that are Python integers at a time
 LARGEST_CAP = 64  # the most that `auto` chooses: larger batches no longer keep a GPU busier
 
 
-def largest_divisor(count: int, cap: int) -> int:
-    """Return the largest divisor of `count` that is at most `cap`."""
-    return next(divisor for divisor in range(min(cap, max(count, 1)), 0, -1) if count % divisor == 0)
-
-
 def fitting_cap(lengths_N: Integers, budget: int) -> int:
     """Return how many sequences of the usual length fit the budget; batches of longer ones are split anyway."""
     if len(lengths_N) == 0:
@@ -62,7 +57,7 @@ def _divisor_cuts(tokens_N: Integers, cap: int, budget: int) -> Iterator[tuple[i
     even = count - count % cap
     sums_N = np.concatenate(([0], np.cumsum(tokens_N)))
     for start, stop in ((0, even), (even, count)):
-        size = largest_divisor(stop - start, cap)
+        size = next(size for size in range(min(cap, max(stop - start, 1)), 0, -1) if (stop - start) % size == 0)
         waiting = [(first, first + size) for first in reversed(range(start, stop, size))]
         while waiting:
             first, last = waiting.pop()

@@ -143,10 +143,6 @@ class HostPart:
     why: str
     period: Period = Period.ALWAYS
 
-    @property
-    def margin_bytes(self) -> int:
-        return int(self.bytes * max(LEAST_MARGIN, LIVE_ONLY[self.origin]))
-
 
 @dataclass(frozen=True, slots=True)
 class HostNeed:
@@ -263,7 +259,7 @@ def _parts(run: TrainingJob, baseline: HostPart) -> Iterator[HostPart]:
 
 
 def _with_margin(parts: Iterable[HostPart]) -> int:
-    return sum(part.bytes + part.margin_bytes for part in parts)
+    return sum(part.bytes + int(part.bytes * max(LEAST_MARGIN, LIVE_ONLY[part.origin])) for part in parts)
 
 
 IMPORT_BYTES = 322_040 << 10  # of torch 2.2 for CUDA 11.8 (https://github.com/pytorch/pytorch/issues/113326)

@@ -69,10 +69,6 @@ class Vocabulary:
         """Which letters occur only before the first residue."""
         return (self.codes_V >= 0) & (LETTER_OF[self.codes_V] < 0)
 
-    @cached_property
-    def is_modified_V(self) -> NDArray[np.bool_]:
-        return self.codes_V >= 20
-
     @property
     def water(self) -> float:
         """What a peptide weighs more than its residues."""

@@ -20,7 +20,6 @@ import mmap
 import os
 import signal
 import threading
-import time
 import warnings
 import weakref
 from collections import deque
@@ -107,7 +106,6 @@ class Loader:
         if self.readers not in (THREADS, PROCESSES):
             raise ValueError(f"readers={self.readers!r}: {THREADS!r} read, or {PROCESSES!r}")
         self.batch_sampler = self.sampler
-        self.wait_s = 0.0  # of the loop, for batches
         pin = card_here() is not None if self.pin is None else self.pin
         self._pinned = BatchMemory(pin=True) if pin else None
         self._joined_in = BatchMemory(pin=False)
@@ -148,12 +146,10 @@ class Loader:
                 self._reading = None
 
     def _next(self, reading: Prefetch) -> list[TaskBatch]:
-        """Wait for the next batch, none at the end; measure the wait."""
+        """Wait for the next batch, none at the end."""
         if reading is not self._reading:
             raise ValueError("this loop ended because another loop over the same loader started")
-        begun = time.perf_counter()
         batch = reading.next(max(1, self.slots - len(self._in_use)))
-        self.wait_s += time.perf_counter() - begun
         if batch is None:
             return []
         self.sampler.use(batch.origin)
