@@ -133,8 +133,7 @@ def regenerate_command(
     from pipeline.journal.run_status import RunStatus as Status
     from pipeline.journal.run_status import State
 
-    wanted = Wanted("regenerate", "local", damage_list=damage_list)
-    submission = read_submission(config, sets or (), wanted)
+    submission = read_submission(config, sets or (), Wanted("regenerate", "local", damage_list=damage_list))
     if not submission.stages:
         nothing = f"✓ Nothing to regenerate: {damage_list} lists no lost record"
         print_json(Status("", State.DONE).to_json()) if as_json else typer.echo(nothing)

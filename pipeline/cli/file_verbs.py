@@ -71,8 +71,7 @@ def dock_command(
     from pipeline.setup.written_project import Docking, write_dock_project
 
     docking = Docking(receptor, ligand, model, poses, steps, confidence, top, trajectory, bound, sets or ())
-    folder = out or Path("docked") / docking.name
-    written = write_dock_project(folder, docking, load_config_if_any(config, sets))
+    written = write_dock_project(out or Path("docked") / docking.name, docking, load_config_if_any(config, sets))
     place = Path(model).absolute()
     submit_command("predict", executor, model=str(place) if place.exists() else model, follow=True, config=written)
 

@@ -99,8 +99,7 @@ def _wanted(fractions: str | None, folds: int | None) -> dict[str, float]:
         if fractions is not None:
             refuse("cannot be combined with --folds", "--fractions", LIKE_FOLDS)
         if folds < FEWEST_FOLDS:
-            problem = f"must be at least {FEWEST_FOLDS} (train, validation, test), got {folds}"
-            refuse(problem, "--folds", LIKE_FOLDS)
+            refuse(f"must be at least {FEWEST_FOLDS} (train, validation, test), got {folds}", "--folds", LIKE_FOLDS)
         return {f"fold {fold}": 1 / folds for fold in range(folds)}
     try:
         shares = [float(word) for word in (fractions or ".8/.1/.1").split("/")]

@@ -159,8 +159,7 @@ class DataBlocks:
     def know(self, number: int, look: worklist.Look) -> KnownBlock:
         """Look up the items of a block; without a run, blocks come in order."""
         block = list(self._read(number))
-        items = [entry for _, entry in block if isinstance(entry, Item)]
-        seen = file_states(items, self._project.recipe)
+        seen = file_states([entry for _, entry in block if isinstance(entry, Item)], self._project.recipe)
         entries, scans = look.known([entry for _, entry in block], seen)
         refused = Counter(entry.reason.value for _, entry in block if isinstance(entry, Rejection))
         marks = dict.fromkeys(mark for mark in seen.marks.values() if isinstance(mark, bytes))

@@ -193,8 +193,7 @@ def _head(path: Path) -> bytes:
     if head.lstrip()[:1] == b"<" and b"\0" not in head:
         raise unusable("is a web page, not a checkpoint", path, FETCH_AGAIN)
     if head.startswith(b"version https://git-lfs"):
-        what = "is a git-lfs pointer, not the file itself"
-        raise unusable(what, path, f"git -C {path.parent} lfs pull")
+        raise unusable("is a git-lfs pointer, not the file itself", path, f"git -C {path.parent} lfs pull")
     return head
 
 
@@ -256,8 +255,7 @@ def refuse_flipped_bits(path: Path) -> None:
             with memoryview(data) as view, view[start : start + member.file_size] as content:
                 is_whole = zlib.crc32(content) == member.CRC
             if not is_whole:
-                what = f"is damaged: {member.filename} has changed (checksum mismatch)"
-                raise unusable(what, path, FETCH_AGAIN)
+                raise unusable(f"is damaged: {member.filename} has changed (checksum mismatch)", path, FETCH_AGAIN)
 
 
 def _refused(path: Path, message: str) -> WeightsUnusable:

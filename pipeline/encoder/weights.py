@@ -269,8 +269,7 @@ def _snapshot_of(repository: str, folder: Path | None, *, force: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        place = snapshot_download(repository, local_dir=folder, allow_patterns=_WANTED, force_download=force)
-        return Path(place)
+        return Path(snapshot_download(repository, local_dir=folder, allow_patterns=_WANTED, force_download=force))
     except Exception as error:  # the network libraries below that one differ between its versions, as do their errors
         name = repository.rpartition("/")[2]
         lines = (

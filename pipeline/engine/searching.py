@@ -23,7 +23,7 @@ from pipeline.stages.trained import point_result
 from pipeline.waiting import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from typing import Any
 
     from pipeline.cluster.job_spec import Executor, JobId
@@ -49,10 +49,11 @@ class Search:
                 if (ended := self._ended(project, status, trial)) is not None:
                     self._emit(EventKind.TRIAL_ENDED, stage=stage.name, **plain(ended))
             asked = [status.asked[number] for number in sorted(status.asked)]
-            is_next = is_due(project.config.train.sweep, asked)
-            settings = next_settings(project.config, asked) if is_next else None
+            settings = next_settings(project.config, asked) if is_due(project.config.train.sweep, asked) else None
             if settings is None:
-                _refuse_untrained(asked)
+                if all(trial.state is State.INFEASIBLE for trial in asked):
+                    what = f"none of {len(asked)} trials can be trained, such as {asked[0].name}: {asked[0].why}"
+                    raise PlanInfeasible(what, where=SPACE)
                 return len(status.work) > before
             self._ask(project, stage, status, settings)
 
@@ -97,13 +98,6 @@ class Search:
         if ended.state is State.DONE and ended.value is None:
             return replace(ended, state=State.FAILED, why=f"no validation {status.search['monitor']}")
         return ended
-
-
-def _refuse_untrained(asked: Sequence[Trial]) -> None:
-    """Raise if no trial of the search can be trained."""
-    if all(trial.state is State.INFEASIBLE for trial in asked):
-        what = f"none of {len(asked)} trials can be trained, such as {asked[0].name}: {asked[0].why}"
-        raise PlanInfeasible(what, where=SPACE)
 
 
 def awaited(status: StageStatus) -> list[JobId]:

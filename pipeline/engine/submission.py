@@ -274,8 +274,7 @@ def create(submission: Submission) -> tuple[RunFolder, bool]:
         register_use(project, stages, submission.file)
     if (same := refuse_double(config, stages, project.only)) is not None:
         return same, False
-    tags = tags_read(project, stages)
-    folder = new_run(config, stages, submission.typed, project.beside, project.only, tags)
+    folder = new_run(config, stages, submission.typed, project.beside, project.only, tags_read(project, stages))
     same = joins_double(folder, config, stages, project.only)
     return (same, False) if same is not None else (folder, True)
 

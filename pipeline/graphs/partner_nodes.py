@@ -99,8 +99,7 @@ def interface_labels(
     twins: dict[Role, NDArray[np.int64]] = {}
     for role, here in sides.items():
         if role in read.bound:
-            rows = read.maps[f"bound.{role.value}"]
-            bound[role], twins[role] = find_twins(role, here, read.bound[role], rows)
+            bound[role], twins[role] = find_twins(role, here, read.bound[role], read.maps[f"bound.{role.value}"])
     refuse_coincident(bound, in_one_frame=True)
     centre_3 = centre(np.concatenate([there.pos_N3 for there in bound.values()]))
     labels: dict[str, Array] = {"bound_centre": centre_3}

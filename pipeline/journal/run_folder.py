@@ -73,8 +73,7 @@ class RunFolder:
     @property
     def unique(self) -> str:
         """The name with a digest of the path: runs of other projects may begin in the same second."""
-        place = os.path.realpath(self.path)
-        return f"{self.name}-{hashlib.blake2b(os.fsencode(place), digest_size=3).hexdigest()}"
+        return f"{self.name}-{hashlib.blake2b(os.fsencode(os.path.realpath(self.path)), digest_size=3).hexdigest()}"
 
     @property
     def task_root(self) -> Path | None:

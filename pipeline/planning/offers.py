@@ -77,8 +77,7 @@ def offers_of(question: Question, *, on_cpu: bool) -> list[Offer]:
         hosts = tuple(_host_card(question, node.partition or node.feature or "", node.mem) for node in nodes)
         return [Offer("memory of a node", ranks, hosts or (_host_card(question),))]
     if config.cluster.slurm.cards:
-        sites = config.cluster.slurm.cards
-        cards = tuple(card_of(_device(site), ranks, config.train) for site in sites)
+        cards = tuple(card_of(_device(site), ranks, config.train) for site in config.cluster.slurm.cards)
         return [Offer(", ".join(card.name for card in cards), ranks, cards)]
     without = "without GPUs: --set cluster.train.gpus=0"
     if question.by_plan:

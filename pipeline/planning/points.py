@@ -205,8 +205,7 @@ def config_at(base: Mapping[str, Any], settings: Mapping[str, Any], name: str) -
     try:
         return Config.model_validate_json(json.dumps(with_settings(base, settings)), strict=True)
     except ValidationError as error:
-        problems = "; ".join(map(_problem, error.errors(include_url=False)))
-        raise refused(problems, f"{SWEEP} {name}") from error
+        raise refused("; ".join(map(_problem, error.errors(include_url=False))), f"{SWEEP} {name}") from error
 
 
 def _problem(detail: ErrorDetails) -> str:

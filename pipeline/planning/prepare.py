@@ -210,8 +210,7 @@ def accept_code(prepared: Prepared, models: Path) -> str:
     if newest is None:
         what = "there is no training that differs from this one in nothing but its code"
         raise ConfigError(what, where=FLAG, remedy=Command.of("submit train", then="   (says what changed)"))
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    entry = {"code": code, "at": now, "why": f"accepted with {FLAG}"}
+    entry = {"code": code, "at": datetime.now(UTC).isoformat(timespec="seconds"), "why": f"accepted with {FLAG}"}
     with writing_run(newest.path, "train.models"):
         write_whole(newest.accepted_code, json.dumps([*(read_json(newest.accepted_code) or ()), entry], indent=1))
     return newest.path.name

@@ -193,8 +193,7 @@ def model_card(model: TrainedModel) -> dict[str, Any]:
     if model.folder.export.is_file():
         from pipeline.training.checkpoints.checkpoint import read_export
 
-        card = read_export(model.folder.path).data
-        return {name: value for name, value in card.items() if name != "settings"}
+        return {name: value for name, value in read_export(model.folder.path).data.items() if name != "settings"}
     from pipeline.training.checkpoints.checkpoint import open_checkpoint
 
     chosen, recipe = chosen_of(model), model.prepared.recipe

@@ -192,8 +192,7 @@ class _PlanningCase:
         return self._data(self.request)
 
     def _data(self, request: PlanRequest) -> DataSizes:
-        seed = self.config.train.seed
-        data = data_of(self.sizes, request, padded=self.padded, seed=seed, ids=self.table.ids)
+        data = data_of(self.sizes, request, padded=self.padded, seed=self.config.train.seed, ids=self.table.ids)
         return replace(data, draws=self.table.draws)
 
     @property

@@ -105,8 +105,10 @@ class Captions(TableReader):
         if self.label and not self.names:
             what, remedy = "the number of each class is unknown", "list the classes, or name a file with one a line"
             raise ConfigError(what, where="data.options.classes", remedy=remedy)
-        if self._table is None:
-            self._refuse_columns()
+        for option in ("image", "caption", "template", "images", "label", "id", "split"):
+            if self._table is None and getattr(self, option):
+                problem = f"tars have no columns: {option} is of a table"
+                raise ConfigError(problem, where=f"data.options.{option}", remedy="remove it")
 
     def _columns(self) -> list[Column]:
         placed = [
@@ -119,12 +121,6 @@ class Captions(TableReader):
             *captions,
             self._column("label"),
         ]
-
-    def _refuse_columns(self) -> None:
-        for option in ("image", "caption", "template", "images", "label", "id", "split"):
-            if getattr(self, option):
-                problem = f"tars have no columns: {option} is of a table"
-                raise ConfigError(problem, where=f"data.options.{option}", remedy="remove it")
 
     def files(self) -> tuple[Path, ...]:
         """Return the table or the tars, and the file of merges; images are looked at when they are read."""
@@ -179,8 +175,7 @@ class Captions(TableReader):
             for found in tar_pairs(path):
                 name = entry_id(f"{path.stem}-{found.name}" if len(self._tars) > 1 else found.name, path, number)
                 arrays = UnusableEntry(found.problem) if found.problem else partial(arrays_of, self._bytes(path), found)
-                place = [number, *found.image, *found.text]
-                yield entry_or_rejection(name, place, arrays, "", path, found.member)
+                yield entry_or_rejection(name, [number, *found.image, *found.text], arrays, "", path, found.member)
 
     def _of_pair(self, data: Bytes, found: TarPair) -> Arrays:
         return self._of_bytes(data.at(*found.image), data.at(*found.text))

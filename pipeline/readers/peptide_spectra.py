@@ -53,8 +53,7 @@ class PeptideSpectra(Spectra):
         there = [path.name for path in self._paths]
         for name in FILES:
             file = getattr(self, name)
-            wanted = f"a file of the data: {', '.join(there[:10])}"
-            check_option(name, file, wanted, fits=not file or file in there)
+            check_option(name, file, f"a file of the data: {', '.join(there[:10])}", fits=not file or file in there)
 
     def _check_options(self) -> None:
         super()._check_options()

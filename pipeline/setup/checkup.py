@@ -360,8 +360,7 @@ def _weights_of(loaded: LoadedConfig, config: Config, of: str) -> CheckResult:
             find_checkpoint(config.embed.weights)
         except ConfigError as error:
             return noted_check(f"weights{of}", f"{error.what}; needed by the stage embed", error.remedy)
-    beside = loaded.base_dir.absolute()
-    weights = Encoding.open(config, _opened(config), remember=False, beside=beside).weights
+    weights = Encoding.open(config, _opened(config), remember=False, beside=loaded.base_dir.absolute()).weights
     sizes = f"{weights.layers} layers of {weights.dim}, {weights.precision}, {format_bytes(weights.bytes)}"
     return good_check(f"weights{of}", f"{weights.path}: {sizes}")
 

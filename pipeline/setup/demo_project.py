@@ -183,8 +183,7 @@ def make_project(folder: Path, recipe: str | None = None) -> Path:
 
     with written_to(folder, "pipeline demo DIR"):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            what = "the demo needs a new or empty folder"
-            raise ConfigError(what, where=str(folder), remedy="pipeline demo DIR")
+            raise ConfigError("the demo needs a new or empty folder", where=str(folder), remedy="pipeline demo DIR")
         if recipe is not None:
             return write_recipe_demo(folder, recipe)
         write_demo(folder / "data", COMPLEXES)

@@ -84,8 +84,7 @@ class GraphStage(Stage):
         atom_bytes = BYTES_PER_ATOM
         if project.config.graph.nodes == "atom":
             atom_bytes += BYTES_PER_EDGE * edges_of_atom(project.config.graph)
-        shards = _cut(project, offsets, atoms_N, at_once)
-        return StageSurvey(counts, shards, bytes=int(atoms_N.sum()) * atom_bytes)
+        return StageSurvey(counts, _cut(project, offsets, atoms_N, at_once), bytes=int(atoms_N.sum()) * atom_bytes)
 
     def mem_bytes(self, project: Project) -> int:
         """Return the memory of a task: that of scanning, which can build graphs, too."""

@@ -184,8 +184,7 @@ class CacheFolder:
         if type(version) is not int:
             raise self._unmarked()
         if version > CACHE_FORMAT:
-            what = f"the cache was written by a newer pipeline (format {version})"
-            raise self._unusable(what, UPGRADE)
+            raise self._unusable(f"the cache was written by a newer pipeline (format {version})", UPGRADE)
 
     def _unmarked(self) -> CacheUnusable:
         """Return the error for an unreadable marker; where records are, its remedy keeps them."""

@@ -320,8 +320,7 @@ class EncoderFinetune(TunedSizes):
         return SequenceBatch(token_BL, target_BK.nan_to_num(0.0), is_known_BK, known, residues, labelled_B)
 
     def _tokens(self, item: ItemTensors) -> Tensor:
-        remedy = "use a reader of sequences: pipeline.readers.sequences:Sequences"
-        (letter_R,) = values_of(item, (LETTER,), remedy)
+        (letter_R,) = values_of(item, (LETTER,), "use a reader of sequences: pipeline.readers.sequences:Sequences")
         letters = bytes(letter_R[: self.longest].tolist()).decode("ascii")
         return torch.from_numpy(np.concatenate([[CLS], tokenize(letters), [EOS]]).astype(np.int64))
 

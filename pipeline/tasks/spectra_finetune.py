@@ -200,12 +200,10 @@ class SpectraFinetune(PeakSizes):
     def loss(self, model: nn.Module, batch: SpectraBatch) -> dict[str, tuple[Tensor, float]]:
         """Return the sum of errors, and how many numbers, fingerprints or triplets are known."""
         if self.head == EMBEDDING:
-            embedded_SD = model(batch.peaks)
-            return {self.term: (triplet_error(*_triplets(embedded_SD, batch), self.margin), batch.known)}
+            return {self.term: (triplet_error(*_triplets(model(batch.peaks), batch), self.margin), batch.known)}
         if not batch.has_targets:
             problem = "nothing to learn: no spectrum of a batch has a target"
-            remedy = "set the target headers or columns"
-            raise ConfigError(problem, where="data.options.target", remedy=remedy)
+            raise ConfigError(problem, where="data.options.target", remedy="set the target headers or columns")
         return {self.term: (self._error(model(batch.peaks), batch.target_BK, batch.is_known_BK), batch.known)}
 
     def _error(self, value_BK: Tensor, target_BK: Tensor, is_known_BK: Tensor) -> Tensor:

@@ -67,8 +67,7 @@ class SamplerSettings:
     padded: tuple[str, ...] = ()  # the sizes that `padding` is about; default: `by`
 
     def __post_init__(self) -> None:
-        names = ("batch", "window", "brick", "micro_batch", "padding")
-        limits = {name: getattr(self, name) for name in names}
+        limits = {name: getattr(self, name) for name in ("batch", "window", "brick", "micro_batch", "padding")}
         limits |= {f"budget of {name}": most for name, most in self.budget.items()}
         for name, value in limits.items():
             if value is not None and not value >= 1:

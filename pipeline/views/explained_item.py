@@ -327,8 +327,7 @@ def _graph(project: Project, inventory: Inventory | None, scanned: bytes | None,
     if inventory is None or scanned is None:
         return StageOfItem("graph", Because(State.WAITING, "waits for its scan"))
     if not project.config.graph.cache:
-        why = "graphs are built during training (graph.cache: false)"
-        return StageOfItem("graph", Because(State.NOTHING, why))
+        return StageOfItem("graph", Because(State.NOTHING, "graphs are built during training (graph.cache: false)"))
     graphs, key = project.graphs, project.graphs.recipe.key(scanned)
     found = _record(project, graphs.store, "graph", key, graphs.recipe.plain(), scanned.hex(), listed)
     return StageOfItem("graph", why_record("graph", found), {"graph": key.hex()})

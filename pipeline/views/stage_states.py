@@ -186,8 +186,7 @@ def _recorded(project: Project, stage: Stage) -> list[RecipeStat]:
     """Return the recipes of a stage's records in the cache."""
     if stage.name not in stage.kinds:
         return []
-    layers = (project.cache, *project.cache.under)
-    return [stat for layer in layers for stat in layer.recipes(stage.name)]
+    return [stat for layer in (project.cache, *project.cache.under) for stat in layer.recipes(stage.name)]
 
 
 def _counted(name: str, counts: Mapping[str, int]) -> str:

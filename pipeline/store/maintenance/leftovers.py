@@ -90,8 +90,7 @@ def _places(cache: CacheFolder) -> Iterator[tuple[Path, str, Mapping[re.Pattern[
     own = _named(MARKER, REPORTS, USERS, MANIFEST, EXPORT, STAGED, *BESIDE, *kinds)
     yield root, "", {own: Left.IN_USE, PARTIAL_NAME: Left.TEMPORARY}
     yield root / REPORTS, "", {REPORT_NAME: Left.REPORT, PARTIAL_NAME: Left.TEMPORARY}
-    users = {USER_NAME: Left.IN_USE, WANTED_NAME: Left.MEMORY, PARTIAL_NAME: Left.TEMPORARY}
-    yield root / USERS, "", users
+    yield root / USERS, "", {USER_NAME: Left.IN_USE, WANTED_NAME: Left.MEMORY, PARTIAL_NAME: Left.TEMPORARY}
     for kind in kinds:
         layout = KindLayout(root / kind)
         folders = (layout.shards, layout.partials, layout.doubted, layout.quarantine)

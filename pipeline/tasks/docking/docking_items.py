@@ -48,8 +48,7 @@ def placed_partners(item: ItemTensors, embedding_dim: int) -> PlacedPartners:
     receptor, ligand = partners_of(item)
     if ligand is None:
         problem = f"docking needs two partners, but {item.id} has one"
-        remedy = "remove it, or assign chains with data.receptor_chains"
-        raise ConfigError(problem, where="data", remedy=remedy)
+        raise ConfigError(problem, where="data", remedy="remove it, or assign chains with data.receptor_chains")
     receptor_R3, ligand_L3 = map(_in_file, (receptor, ligand))
     centre_3, true_L3 = receptor_R3.mean(0), ligand_L3
     if is_from_elsewhere := is_unbound(receptor, ligand):

@@ -96,10 +96,8 @@ class PoseConfidence(TrunkSizes):
     def _complex(self, item: ItemTensors) -> JudgedComplex:
         placed, moves_K12 = placed_partners(item, self.embedding_dim), self._moves.get(item_of(item.id))
         if moves_K12 is None:
-            problem = f"{item.id} has no poses"
-            raise DataError(problem, where=self.poses or f"{WHERE}.poses", remedy=DRAW)
-        chosen_P = item.rng.integers(len(moves_K12), size=self.multiplicity)
-        moves_P12 = torch.from_numpy(moves_K12[chosen_P])
+            raise DataError(f"{item.id} has no poses", where=self.poses or f"{WHERE}.poses", remedy=DRAW)
+        moves_P12 = torch.from_numpy(moves_K12[item.rng.integers(len(moves_K12), size=self.multiplicity)])
         turn_P33, shift_P3 = moves_P12[:, :9].view(-1, 3, 3), moves_P12[:, 9:]
         pos_PL3 = placed.file_L3 @ turn_P33.transpose(1, 2) + (shift_P3 - placed.centre_3).unsqueeze(1)
         apart_P = (pos_PL3 - placed.true_L3).square().sum(-1).mean(-1).sqrt()

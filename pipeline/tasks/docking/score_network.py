@@ -411,8 +411,7 @@ class ScoreModel(DockingModel):
 
     def norm(self, time_T: Tensor) -> Tensor:
         """Return the norm of the scores of rotations at a time."""
-        rows = table_rows(self.schedule.rotation.sigma(time_T), as_published=self.as_published)
-        return self.norms_W[rows]
+        return self.norms_W[table_rows(self.schedule.rotation.sigma(time_T), as_published=self.as_published)]
 
 
 class ScoreLength(nn.Module):

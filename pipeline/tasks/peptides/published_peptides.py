@@ -90,8 +90,7 @@ def _walk(said_R: Masses, true_R: Masses) -> NDArray[np.bool_]:
 def judged(answer: Answer, vocabulary: Vocabulary) -> JudgedPeptide:
     """Compare a spectrum's peptide with the true one."""
     is_found_R = found_residues(vocabulary.masses_V[answer.letter_R], vocabulary.masses_V[answer.true_R])
-    is_modified_R = vocabulary.codes_V[answer.letter_R] >= 20
-    return JudgedPeptide(is_found_R, len(answer.true_R), answer.score, is_modified_R)
+    return JudgedPeptide(is_found_R, len(answer.true_R), answer.score, vocabulary.codes_V[answer.letter_R] >= 20)
 
 
 def field_metrics(rows: Sequence[JudgedPeptide]) -> dict[str, float]:

@@ -258,8 +258,7 @@ class TermLayer(nn.Module):
         ends = [scalar_NS.index_select(0, entries.atom_PE[place]) for place in (0, -1)]
         inputs = [*ends, entries.constant_EK, *([shape_EX] if self.sees_shape else [])]
         said_ES = self.read(self.norm(torch.cat(inputs, -1)))
-        middles = range(1, self.atoms - 1)
-        heard = [means(said_ES, entries.atom_PE[place], len(x_NF)) for place in middles]
+        heard = [means(said_ES, entries.atom_PE[place], len(x_NF)) for place in range(1, self.atoms - 1)]
         fields_NF: Tensor = self.leave(torch.stack(heard).mean(0))
         return fields_NF
 
@@ -312,8 +311,7 @@ class PocketLayer(nn.Module):
     def _dropped(self, x_NF: Tensor) -> Tensor:
         if not (self.training and self.dropout):
             return x_NF
-        scalar_NS = functional.dropout(x_NF[:, : self.scalars], self.dropout)
-        return torch.cat([scalar_NS, x_NF[:, self.scalars :]], -1)
+        return torch.cat([functional.dropout(x_NF[:, : self.scalars], self.dropout), x_NF[:, self.scalars :]], -1)
 
 
 def invariants(fields: Fields, x_NF: Tensor, *, with_cosines: bool) -> Tensor:

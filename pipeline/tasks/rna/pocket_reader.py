@@ -383,13 +383,11 @@ class RnaPockets:
         try:
             return self._pocket(self._folder / place)
         except UnusableEntry as error:
-            problem = f"no pocket at {place}: {error}"
-            raise DataError(problem, where=str(self.path), remedy=SCAN_AGAIN) from error
+            raise DataError(f"no pocket at {place}: {error}", where=str(self.path), remedy=SCAN_AGAIN) from error
 
     def _pocket(self, path: Path) -> dict[str, NDArray[Any]]:
         if self.force_field == ABSENT:
-            form = FORMS[Path(_plain_name(path.name)).suffix]
-            return read_plain_pocket(_content(path), form, self.residues)
+            return read_plain_pocket(_content(path), FORMS[Path(_plain_name(path.name)).suffix], self.residues)
         beside = _coordinates(path)
         if beside is None:
             raise UnusableEntry(f"missing coordinates: {Path(_plain_name(path.name)).stem}.inpcrd not found")

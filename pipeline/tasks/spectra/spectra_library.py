@@ -127,8 +127,7 @@ def _from_npy(path: Path) -> Library:
             rows = [{name: cell_text(cell or "") for name, cell in row.items()} for row in table]
             return Library(vector_MD, tuple(table.fieldnames or ()), rows)
     except (OSError, ValueError) as error:
-        problem = f"not a library: {error}"
-        raise DataError(problem, where=str(path), remedy="predict the library again") from error
+        raise DataError(f"not a library: {error}", where=str(path), remedy="predict the library again") from error
 
 
 def _from_hdf5(path: Path) -> Library:

@@ -94,8 +94,7 @@ def load_checkpoint(
     for _ in range(TRIES):
         mine = plain(select(without)) if ranks.rank == 0 else {}
         chosen = rebuilt(ChosenCheckpoint, ranks.exchange(mine)[0])
-        replies = ranks.exchange({"why": _load(step, chosen, train)})
-        problems = [reply["why"] for reply in replies if reply["why"]]
+        problems = [reply["why"] for reply in ranks.exchange({"why": _load(step, chosen, train)}) if reply["why"]]
         if not problems:
             return chosen
         say(f"checkpoint {chosen.path.name} is skipped: {problems[0]}")

@@ -404,8 +404,7 @@ def apply_model(job: ApplyJob) -> Generator[Reason | None, None, ApplyResult | N
             yield left_out
     if is_card(step.device):
         job.context.report.figures["device_peak_bytes"] = float(Card(step.device).memory("reserved", "peak"))
-    own = {"ended_by": evaluation.ended_by, "rejected": rejected, "examples": examples}
-    reports = ranks.exchange(own)
+    reports = ranks.exchange({"ended_by": evaluation.ended_by, "rejected": rejected, "examples": examples})
     job.context.report.ended_by = max(rank["ended_by"] for rank in reports)
     if job.context.report.ended_by:
         return None

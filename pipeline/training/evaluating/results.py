@@ -115,8 +115,7 @@ def evaluate(job: ApplyJob) -> Generator[Reason | None, None, None]:
             **_of(job, applied),
         )
         of = job.applied
-        path = evaluation_path(of.folder.evaluations, of.split, applied.chosen, of.made)
-        _write_figures(path, figures)
+        _write_figures(evaluation_path(of.folder.evaluations, of.split, applied.chosen, of.made), figures)
         shutil.rmtree(applied.parts, ignore_errors=True)
         for name, value in figures.figures.items():
             job.say(f"{name}: {'not finite' if value is None else f'{value:.6g}'}")

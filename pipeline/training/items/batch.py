@@ -322,8 +322,7 @@ class ItemBatch:
         rows = {group: (list(columns), list(zip(*columns.values(), strict=True))) for group, columns in split.items()}
         starts = {role: self.layout.bounds[f"{role}.{NODE}"].tolist() for role in self.layout.roles()}
         items = []
-        named = zip(self.ids, self.numbers, self._copies, strict=True)
-        for place, (name, number, copy) in enumerate(named):
+        for place, (name, number, copy) in enumerate(zip(self.ids, self.numbers, self._copies, strict=True)):
             groups: dict[str, dict[str, Tensor]] = defaultdict(dict)
             groups |= {group: dict(zip(names, own[place], strict=True)) for group, (names, own) in rows.items()}
             present = [role for role, start in starts.items() if start[place] < start[place + 1]]

@@ -226,8 +226,7 @@ class TableBuilder:
         for name, label in (labels or {}).items():
             self.labels.setdefault(name, array("f")).append(label)
         if place is not None:
-            kept = place.to_json() if isinstance(place, Item) else place
-            self.items.add(json.dumps(kept, separators=(",", ":")))
+            self.items.add(json.dumps(place.to_json() if isinstance(place, Item) else place, separators=(",", ":")))
 
     def add_page(self, page: ItemTable) -> None:
         if len(self) and len(page) and page.sizes.keys() != self.sizes.keys():

@@ -255,8 +255,7 @@ class Loader:
 
     def _cropped(self, item: ItemArrays, origin: BatchOrigin, limits: Mapping[str, int]) -> ItemArrays:
         (copy,) = self.sampler.copies([item.number])
-        rng = crop_rng(self.seed, origin.epoch, copy_name(item.id, copy))
-        return crop_item(item, limits, rng, self.measure)
+        return crop_item(item, limits, crop_rng(self.seed, origin.epoch, copy_name(item.id, copy)), self.measure)
 
     def _joined(self, items: Sequence[ItemArrays], batch: TaskBatch, room: Room) -> ItemBatch:
         """Join the arrays of items and the embeddings of their residues in one run of memory."""

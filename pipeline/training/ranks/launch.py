@@ -50,8 +50,7 @@ def launch_ranks(
     try:
         for place in range(here):  # each with one of the GPUs that this process may use
             own = {**os.environ, VISIBLE: lent[place % len(lent)]}
-            part = f"{node.number * here + place}/{world}"
-            ranks.start([*command, "--part", part, "--meeting", meeting], own)
+            ranks.start([*command, "--part", f"{node.number * here + place}/{world}", "--meeting", meeting], own)
         wait_for(lambda: ranks.all_ended() or ranks.failed, float("inf"), LOOK_EVERY_S)
     except BaseException:
         alone_s = 0.0

@@ -352,8 +352,7 @@ class SpreadModel:
     def drop_unused(self, trained: Sequence[nn.Parameter]) -> None:
         """Drop the gradients of parameters that no rank used: with zeros an optimizer would still move them."""
         numbers = {id(parameter): number for number, parameter in enumerate(self.model.parameters())}
-        replies = self.ranks.exchange({"used": sorted(self.used)})
-        used = {number for reply in replies for number in reply["used"]}
+        used = {number for reply in self.ranks.exchange({"used": sorted(self.used)}) for number in reply["used"]}
         for parameter in trained:
             if numbers[id(parameter)] not in used:
                 parameter.grad = None
