@@ -5,7 +5,7 @@ python benchmarks/pretraining.py BSA1.mzML.gz      in tests/data of pymzml's sou
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -50,4 +50,6 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="a file of spectra")
+    main(parser.parse_args().path)

@@ -258,7 +258,6 @@ def test_a_task_killed_at_its_time_limit_gets_more_time(begun: dict[str, Run]) -
     complete(run, 2)
     assert failures(run) == [(0, "timeout")]
     assert [job["ask"]["time_s"] for job in run.stage()["jobs"]] == [60, 120]
-    assert "2 min" in run.stage()["failures"][0]["then"]
 
 
 @pytest.mark.nightly

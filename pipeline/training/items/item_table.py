@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
 
 KIND = "sets"
-FORMAT, PAGED = 1, 2
+FORMAT = 1
+PAGED_FORMAT = 2  # of a record that lists the pages of a table
 PAGE = 1 << 15  # items
 MOST_SPLITS = 256
 _SIZE = "size."
@@ -328,7 +329,7 @@ class TablePages:
             return self.page.write(self.store)
         self._turn()
         none_N16 = np.empty((0, KEY_BYTES), np.uint8)
-        return _written(self.store, {"key": none_N16}, {"format": PAGED, "pages": self.written, "sizes": []})
+        return _written(self.store, {"key": none_N16}, {"format": PAGED_FORMAT, "pages": self.written, "sizes": []})
 
     def _turn(self) -> None:
         self.written.append(self.page.write(self.store).hex())

@@ -50,8 +50,9 @@ def test_what_was_found_is_what_the_cluster_is(project: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_new_project_is_one_that_the_cluster_takes(project: Path, pipeline: Command) -> None:
-    assert pipeline("config", "check").code == 0
-    code, found = rows(pipeline)
+    width = "train.options.embedding_dim=16"  # of the small weights
+    assert pipeline("config", "check", "--set", width).code == 0
+    code, found = rows(pipeline, width)
     assert code == 0, found
     assert "the scheduler would accept it, and start it about" in found["job scan"]["found"]
     assert found["job supervise"]["verdict"] == "ok"
