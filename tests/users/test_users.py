@@ -63,12 +63,11 @@ def test_a_task_written_from_the_documentation_plugs_in(
     (evaluation,) = (model / "evaluations").glob("*.json")
     assert all(name in evaluation.read_text() for name in FIGURES[kind])
 
-    shown = pipeline("plan", "--stage", "train")
+    shown = pipeline("plan", "train", "--json")
     assert shown.code == 0, shown.err
-    assert "fits: " in shown.out, shown.out
-    assert "no example" not in shown.out + shown.err
-    (live,) = [line for line in shown.out.splitlines() if line.startswith("tensors at the peak of a step")]
-    assert live.split()[-1] == "traced", live
+    (document,) = json.loads(shown.out)
+    (plan,) = document["plans"].values()
+    assert plan["live"]["origin"] == "traced"
     assert json.loads((model / "prepared.json").read_text())["phases"][0]["live_bytes"] > 0
 
     run = pipeline("submit", "--stage", "predict", "--executor", "local", "--follow")

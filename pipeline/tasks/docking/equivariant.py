@@ -259,7 +259,8 @@ class PairConvolution(nn.Module):
             torch.cat([self._coupled(path, senders[path.source]) for path in paths], -1).flatten(3)
             for paths in bent.values()
         ]
-        sums_PAQH = heard.passed(bends_PSK8 @ torch.cat(columns, -1)).transpose(-1, -2) @ heard.hidden_PAKH
+        bent_PSKQ = bends_PSK8 @ torch.cat(columns, -1)
+        sums_PAQH = heard.passed(bent_PSKQ).transpose(-1, -2) @ heard.hidden_PAKH
         for target, part_PAQH in zip(
             bent, sums_PAQH.split_with_sizes([part.shape[-1] for part in columns], 2), strict=True
         ):
