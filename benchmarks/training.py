@@ -254,7 +254,7 @@ def main() -> int:
     row = Row(
         "training",
         f"training, CPU time of an epoch of {typed.complexes} complexes: {Spread.of(epoch['ours']).median:.1f} s; the "
-        "training thread's share beside model, optimizer and sums over ranks",
+        "training thread's share for all but model, optimizer and sums over ranks",
         "a plain torch loop; Lightning",
         f"≤ {REACH}×; share ≤ {BESIDE:.0%}",
         f"{to_plain:.2f×}; {to_lightning:.2f×}; {beside:.1%} ("

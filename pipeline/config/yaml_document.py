@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import yaml
 
-from pipeline.command_line import Command
 from pipeline.config.masking import without_secrets_in
 from pipeline.config.schema import FIELDS, LEAVES, SECTIONS, schema_key
 from pipeline.config.schema_parts import CONFLICT, WANTS
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 256 << 10
 MAX_DEPTH = 20
 MAX_NODES = 20_000  # counted with aliases expanded, so that a small file cannot unfold into a huge one
-REMEDY = Command.of("config check", before="correct it, then: ")
+REMEDY = "correct it, then: pipeline config check"  # repeating what was typed could show a secret
 
 _TAG = "tag:yaml.org,2002:"
 _NULL = f"{_TAG}null"

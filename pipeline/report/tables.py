@@ -166,7 +166,7 @@ def table_of(columns: Sequence[Column], rows: Iterable[Any], *, unknown: str = "
 
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun."""
-    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('batch') else 's'}"
 
 
 def counts_text(counts: Mapping[str, int]) -> str:

@@ -261,8 +261,10 @@ class TestClosing:
         executor = LocalExecutor(SMALL, grace_s=3600)
         body = """
 import os, signal
-signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT))
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print('ready', flush=True)
+signal.sigwait({signal.SIGTERM})
+os.kill(os.getppid(), signal.SIGINT)
 while True:
     signal.pause()
 """
