@@ -21,6 +21,7 @@ _NAME = (
 _PLACES = [  # keeps the group; tries a long word only from its start, for linear time
     re.compile(text, re.IGNORECASE)
     for text in (
+        rf"('[\w.-]*{_NAME}=)(?:[^'\n]|'\"'\"')+(?=')",  # a setting that the shell needs in quotes, to its end
         r"(://[^\s/@:]*:)[^\s/@]+(?=@)",
         r"(://)[^\s/@:]{20,}(?=@)",  # a token in place of a user name; user names are shorter
         rf"(https?://[^\s\"']{{0,200}}?hook[^\s/\"']*/)[^\s\"']{{{SHORTEST},}}",

@@ -205,6 +205,7 @@ def test_a_secret_is_told_by_its_name_or_its_place() -> None:
         ("https://hooks.slack.com/services/T0/B0/abcd", "https://hooks.slack.com/***"),
         ("https://discord.com/api/webhooks/12/abcd", "https://discord.com/api/webhooks/***"),
         ("/x?X-Amz-Signature=abcdefgh&y=1", "/x?X-Amz-Signature=***&y=1"),
+        ("--set 'a.api_key=two words, [three]' --set 'b=1 2'", "--set 'a.api_key=***' --set 'b=1 2'"),
     ]:
         assert without_secrets(text) == shown, (text, shown)
 
