@@ -65,7 +65,7 @@ def open_writer(store: Store, shard_bytes: int) -> StoreWriter:
 
 
 class Maker:
-    """Makes and stores the graphs of items; it remembers the keys of graphs that are not published yet."""
+    """Makes and stores the graphs of items."""
 
     def __init__(
         self,
@@ -75,27 +75,28 @@ class Maker:
         is_wanted: Callable[[bytes], bool] = lambda _key: True,
     ) -> None:
         self._recipe, self._store, self._writer, self._is_wanted = recipe, store, writer, is_wanted
-        self._made: dict[bytes, Reason | None] = {}
+        self._refused: dict[bytes, Reason] = {}  # of graphs that are not published yet
         self._published_s = time.monotonic()
 
     def make(self, key: bytes, read: Complex) -> Reason | None:
         """Store the graph of an item, given the key of its inventory; return why it has none."""
         own = self._recipe.key(key)
-        if own not in self._made and self._is_wanted(own) and not self.has(key):
+        if self._is_wanted(own) and not self.has(key):
             arrays, meta = encoded_graph(read, self._recipe)
             self._writer.put(own, arrays, meta)
-            self._made[own] = Reason(meta["reason"]) if "reason" in meta else None
-        return self._made.get(own)
+            if "reason" in meta:
+                self._refused[own] = Reason(meta["reason"])
+        return self._refused.get(own)
 
     def has(self, key: bytes) -> bool:
         """Return whether the graph of an item was made here or is in the store."""
         own = self._recipe.key(key)
-        return own in self._made or own in WholeRecords(self._store).metas([own])
+        return own in self._writer or own in WholeRecords(self._store).metas([own])
 
     def publish(self) -> None:
         """Write new graphs to disk; from now on they are looked up there."""
         self._writer.flush()
-        self._made.clear()
+        self._refused.clear()
         update_index(self._store, far_behind=True)
         self._published_s = time.monotonic()
 

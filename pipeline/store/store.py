@@ -17,6 +17,7 @@ import numpy as np
 
 from pipeline.command_line import Command
 from pipeline.errors import SUBMIT_AGAIN, CacheDamaged, CacheFull, CacheUnusable, JobFailed, RecordMissing
+from pipeline.keys import KEY_BYTES
 from pipeline.store.format.disk import publish_file
 from pipeline.store.format.record import BadRecord, Record, encode_record
 from pipeline.store.format.shard import (
@@ -488,7 +489,11 @@ class StoreWriter:
     def __init__(self, layer: Layer, shard_bytes: int, header_bytes: int) -> None:
         self._layer, self._shard_bytes, self._header_bytes = layer, shard_bytes, header_bytes
         self._shard: ShardWriter | None = None
-        self._safe: list[bytes] = []
+        self._safe = bytearray()  # keys, one after the other: half the memory of a list
+
+    def __contains__(self, key: bytes) -> bool:
+        """Return whether a record was added to the open shard, so that it may not be found in the store yet."""
+        return self._shard is not None and key in self._shard
 
     def put(
         self,
@@ -511,8 +516,8 @@ class StoreWriter:
         """Publish all records, and return the keys that became safe since the last flush."""
         if self._shard and self._shard.open and self._shard.keys:
             self._publish(self._shard)
-        safe, self._safe = self._safe, []
-        return safe
+        safe, self._safe = self._safe, bytearray()
+        return [bytes(safe[at : at + KEY_BYTES]) for at in range(0, len(safe), KEY_BYTES)]
 
     def __enter__(self) -> Self:
         return self
@@ -529,7 +534,7 @@ class StoreWriter:
 
     def _publish(self, shard: ShardWriter) -> None:
         table = shard.publish(self._layer.layout.shards)
-        self._safe += shard.keys
+        self._safe += b"".join(shard.keys)
         self._layer.forget()
         self._layer.tables[table.name] = table  # a directory listing may not show it yet
 

@@ -176,7 +176,7 @@ def _read_meta(store: Store, keys: set[bytes]) -> dict[bytes, Mapping[str, Any]]
 
 @dataclass(slots=True)
 class Scanner:
-    """Scans items one at a time; it holds a few files and the keys of what it has not published."""
+    """Scans items one at a time; it holds a few files, and what it has not published."""
 
     recipe: ScanRecipe
     shelves: ScanShelves
@@ -184,8 +184,7 @@ class Scanner:
     files: StoreWriter
     also: Also | None = None
     refuse: Refuse = _ignore
-    known: dict[bytes, Reason | None] = field(default_factory=dict)  # inventories that are not published yet
-    seen: set[bytes] = field(default_factory=set)  # keys of files that are not published yet
+    refused: dict[bytes, Reason] = field(default_factory=dict)  # of inventories that are not published yet
     kept: StructureFiles = field(init=False)
     published_s: float = field(default_factory=time.monotonic)
 
@@ -201,14 +200,13 @@ class Scanner:
                 self.refuse(item.id, problem.reason, problem.detail)
             return problem.reason
         key = item_key(item, self.recipe, {path: file.digest for path, file in files.items()})
-        return self.known[key] if key in self.known else self._take(item, key, files)
+        return self.refused.get(key) if key in self.inventories else self._take(item, key, files)
 
     def _take(self, item: Item, key: bytes, files: Mapping[str, File]) -> Reason | None:
         """Make an inventory, unless the store has it because the file was only touched or copied."""
         stored = _read_meta(self.shelves.inventories, {key})
         if stored:
-            self.known[key] = Inventory.from_json(stored[key]).reason
-            return self.known[key]
+            return Inventory.from_json(stored[key]).reason
         if total_bytes(files) > LARGE_BYTES:
             self.publish()  # keeps earlier results if this item exhausts the memory
         try:
@@ -226,15 +224,15 @@ class Scanner:
         self.inventories.put(key, read.maps if read else {}, inventory.to_json())
         if self.also and read:
             self.also.make(key, read)  # it records its own refusals
-        self.known[key] = inventory.reason
+        if inventory.reason:
+            self.refused[key] = inventory.reason
         return inventory.reason
 
     def publish(self) -> None:
         """Write the new records to disk; from now on they are looked up there."""
         self.inventories.flush()
         self.files.flush()
-        self.known.clear()
-        self.seen.clear()
+        self.refused.clear()
         for store in self.shelves.stores():
             update_index(store, far_behind=True)
         if self.also:
@@ -255,8 +253,7 @@ class Scanner:
 
     def _remember(self, path: str, mark: bytes | Inventory | None, meta: Mapping[str, Any]) -> None:
         """Record the content of a file, unless it may have changed since its mark was taken."""
-        if isinstance(mark, bytes) and mark not in self.seen and file_mark(path, self.recipe) == mark:
-            self.seen.add(mark)
+        if isinstance(mark, bytes) and mark not in self.files and file_mark(path, self.recipe) == mark:
             if not _read_meta(self.shelves.files, {mark}):  # it exists if only the inventory was lost
                 self.files.put(mark, {}, meta)
 

@@ -52,6 +52,8 @@ _METADATA = f'{{"__metadata__":{{"pipeline_shard":"{SHARD_FORMAT}"}}'
 _FORMAT = re.compile(rb'.{8}\{"__metadata__":\{"pipeline_shard":"([0-9]{1,9})"', re.DOTALL)
 _FORMAT_BYTES = 64
 _LENGTH = struct.Struct("<Q")
+_PLACED = np.dtype([("end", "<u8"), ("header_end", "<u8"), ("digest", "V16")])
+_PACKED = struct.Struct("<QQ16s")  # the same
 _EMPTY_HEADER_BYTES = _LENGTH.size + len(_METADATA) + 128  # more than the table's own entry needs
 _TRAILER = struct.Struct("<8sIIQQQQ16s16s")  # and 16 bytes, the digest of these
 _MAGIC = b"PIPESHRD"
@@ -76,15 +78,6 @@ class ShardTable:
     rows: npt.NDArray[Any]
 
 
-class _Placed(NamedTuple):
-    """A record that was written into the shard."""
-
-    digest: bytes
-    end: int  # from the start of the data
-    header_end: int  # header bytes used up to here
-    entries: str
-
-
 class ShardWriter:
     """Writes a new shard, record by record; holds one record in memory, whatever the shard's size.
 
@@ -94,7 +87,8 @@ class ShardWriter:
     def __init__(self, disk: Disk, partials: Path, header_bytes: int = DEFAULT_HEADER_BYTES) -> None:
         self._draft = Draft(disk, partials)
         self._reserved = _aligned(header_bytes)
-        self._placed: dict[bytes, _Placed] = {}
+        self._placed: dict[bytes, bytes] = {}  # of each record, its end and that of its header entries, and its digest
+        self._entries = bytearray()
         self._sealed = False
         self._small: bytes | None = None
 
@@ -114,24 +108,24 @@ class ShardWriter:
 
         Interrupted before the last line, this leaves bytes that the next record overwrites.
         """
-        prefix, data_end = f"{record.key.hex()}/", self._data_end
-        entries = "".join(_entry(prefix, tensor, data_end) for tensor in record.tensors)
-        header_end = self._header_end + len(entries)
-        fits = header_end <= self._reserved and self._data_end + len(record.blob) <= shard_bytes
+        prefix, (data_start, header_start) = f"{record.key.hex()}/", self._ends
+        entries = "".join(_entry(prefix, tensor, data_start) for tensor in record.tensors).encode()
+        data_end, header_end = data_start + len(record.blob), header_start + len(entries)
+        fits = header_end <= self._reserved and data_end <= shard_bytes
         if self._placed and (self._sealed or not fits):
             return False
         if not self._placed:
             self._reserved = max(self._reserved, _aligned(header_end))
-        self._draft.write(record.blob, self._reserved + self._data_end)
-        digest = xxhash.xxh3_128_digest(record.blob)
-        self._placed[record.key] = _Placed(digest, self._data_end + len(record.blob), header_end, entries)
+        self._draft.write(record.blob, self._reserved + data_start)
+        self._entries[header_start - _EMPTY_HEADER_BYTES :] = entries
+        self._placed[record.key] = _PACKED.pack(data_end, header_end, xxhash.xxh3_128_digest(record.blob))
         return True
 
     def publish(self, shards: Path) -> ShardTable:
         """Finish the file and publish it. Interrupted, it can be called again, and writes the same bytes."""
         self._sealed = True
         data_start = self._tightened()
-        table_start = data_start + self._data_end
+        table_start = data_start + self._ends[0]
         rows = self._rows(data_start)
         size = table_start + rows.nbytes + TRAILER_BYTES
         header = self._header(data_start, size)
@@ -147,38 +141,38 @@ class ShardWriter:
         self._draft.discard()
 
     @property
-    def _data_end(self) -> int:
-        return next(reversed(self._placed.values())).end if self._placed else 0
-
-    @property
-    def _header_end(self) -> int:
-        return next(reversed(self._placed.values())).header_end if self._placed else _EMPTY_HEADER_BYTES
+    def _ends(self) -> tuple[int, int]:
+        """The end of the data, and of the header entries, of the records placed so far."""
+        if not self._placed:
+            return 0, _EMPTY_HEADER_BYTES
+        data_end, header_end, _ = _PACKED.unpack(next(reversed(self._placed.values())))
+        return data_end, header_end
 
     def _tightened(self) -> int:
         """Return where the data begins, having moved a small shard's data down over header room it did not need."""
-        needed = _aligned(self._header_end)
-        if self._data_end > _TIGHTEN_BYTES or needed >= self._reserved:
+        data_end, header_end = self._ends
+        needed = _aligned(header_end)
+        if data_end > _TIGHTEN_BYTES or needed >= self._reserved:
             return self._reserved
         if self._small is None:  # read only once: after an interruption the bytes may have been written over
-            self._small = self._draft.read(self._data_end, self._reserved)
+            self._small = self._draft.read(data_end, self._reserved)
         self._draft.write(self._small, needed)
         return needed
 
     def _rows(self, data_start: int) -> npt.NDArray[Any]:
         rows = np.empty(len(self._placed), TABLE_ROW)
-        placed = self._placed.values()
-        ends = np.array([record.end for record in placed], np.uint64)
-        starts = np.concatenate([np.zeros(1, np.uint64), ends[:-1]])
-        rows["key"] = key_column(self.keys)
-        rows["digest"] = np.frombuffer(b"".join(record.digest for record in placed), "V16")
-        rows["offset"], rows["length"] = starts + np.uint64(data_start), ends - starts
+        placed = np.frombuffer(b"".join(self._placed.values()), _PLACED)
+        starts = np.concatenate([np.zeros(1, np.uint64), placed["end"][:-1]])
+        rows["key"], rows["digest"] = key_column(self.keys), placed["digest"]
+        rows["offset"], rows["length"] = starts + np.uint64(data_start), placed["end"] - starts
         return rows
 
     def _header(self, data_start: int, size: int) -> bytes:
-        table = Tensor(_TABLE, "U8", (size - data_start - self._data_end,), self._data_end, size - data_start)
-        text = "".join([_METADATA, *(record.entries for record in self._placed.values()), _entry("", table, 0), "}"])
-        length = data_start - _LENGTH.size
-        return _LENGTH.pack(length) + text.encode().ljust(length)
+        data_end, header_end = self._ends
+        table = Tensor(_TABLE, "U8", (size - data_start - data_end,), data_end, size - data_start)
+        entries, length = self._entries[: header_end - _EMPTY_HEADER_BYTES], data_start - _LENGTH.size
+        text = b"".join([_METADATA.encode(), entries, _entry("", table, 0).encode(), b"}"])
+        return _LENGTH.pack(length) + text.ljust(length)
 
 
 def read_table(disk: Disk, path: Path, tail_bytes: int = TAIL_BYTES) -> ShardTable:
