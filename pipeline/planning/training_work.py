@@ -24,7 +24,7 @@ from pipeline.memory.history import fingerprint
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.project.run_code import load_task, package_digest, source_digest, user_code_failed
 from pipeline.protocol import ITEMS, Contrastive, Example
-from pipeline.training.items.item_table import PAGE
+from pipeline.training.items.item_table import PAGE, narrow
 from pipeline.training.prepared import COST, LIKENESS, LOOSER, PADDING, likeness, sampler_settings
 from pipeline.training.sampling import Sampler
 
@@ -340,7 +340,7 @@ def _costs(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Integers
         if not np.isfinite(values).all():
             raise ValueError(f"{name} is not finite")
     items = len(next(iter(item_sizes.values()), ()))
-    return {name: np.broadcast_to(np.asarray(values, np.int64), items) for name, values in costs.items()}
+    return {name: narrow(np.broadcast_to(np.asarray(values, np.int64), items)) for name, values in costs.items()}
 
 
 def data_of(

@@ -253,9 +253,10 @@ class Scanner:
 
     def _remember(self, path: str, mark: bytes | Inventory | None, meta: Mapping[str, Any]) -> None:
         """Record the content of a file, unless it may have changed since its mark was taken."""
-        if isinstance(mark, bytes) and mark not in self.files and file_mark(path, self.recipe) == mark:
-            if not _read_meta(self.shelves.files, {mark}):  # it exists if only the inventory was lost
-                self.files.put(mark, {}, meta)
+        if not isinstance(mark, bytes) or mark in self.files or file_mark(path, self.recipe) != mark:
+            return
+        if not _read_meta(self.shelves.files, {mark}):  # it exists if only the inventory was lost
+            self.files.put(mark, {}, meta)
 
 
 def _of_error(error: Exception) -> str:

@@ -66,7 +66,9 @@ class PackedTexts:
         return PackedTexts(self.bytes_T, self.start_N[numbers], self.end_N[numbers])
 
     def packed(self) -> PackedTexts:
-        """Return the texts over bytes of their own."""
+        """Return the texts in order, over bytes that only they use."""
+        if len(self) and np.array_equal(self.start_N[1:], self.end_N[:-1]):  # already so
+            return PackedTexts.of(self.bytes_T[self.start_N[0] : self.end_N[-1]], self.end_N - self.start_N[0])
         length_N = self.end_N - self.start_N
         end_N = np.cumsum(length_N)
         byte_T = np.arange(int(length_N.sum())) + np.repeat(self.start_N - end_N + length_N, length_N)
@@ -238,7 +240,7 @@ class TableBuilder:
         for mine, texts in ((self.ids, page.ids), (self.items, page.items)):
             if texts is not None:
                 packed = texts.packed()
-                mine.ends.frombytes((packed.end_N + len(mine.bytes_T)).tobytes())
+                mine.bounds.frombytes((packed.end_N + len(mine.bytes_T)).tobytes())
                 mine.bytes_T += packed.bytes_T.tobytes()
         for name, size_N in page.sizes.items():
             sizes = self.sizes.setdefault(name, array("i" if size_N.itemsize == array("i").itemsize else "q"))
@@ -271,7 +273,7 @@ class TableBuilder:
             if texts is not None:
                 arrays |= {f"{name}.bytes": texts.bytes_T, f"{name}.end": texts.end_N}
         for name, size_N in table.sizes.items():
-            arrays[_SIZE + name] = size_N if size_N.max(initial=0) >> 31 else size_N.astype(np.int32)
+            arrays[_SIZE + name] = narrow(size_N)
         arrays |= {LABEL + name: label_N for name, label_N in table.labels.items()}
         meta = {"format": FORMAT, "splits": list(table.splits), "sizes": list(table.sizes), "items": len(table)}
         meta |= {"labels": list(table.labels)} if table.labels else {}
@@ -295,18 +297,19 @@ class _Joined:
     """Texts being collected."""
 
     bytes_T: bytearray = field(default_factory=bytearray)
-    ends: array[int] = field(default_factory=lambda: array("q"))
+    bounds: array[int] = field(default_factory=lambda: array("q", [0]))
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.bounds) - 1
 
     def add(self, text: str) -> None:
         self.bytes_T += text.encode()
-        self.ends.append(len(self.bytes_T))
+        self.bounds.append(len(self.bytes_T))
 
     def texts(self) -> PackedTexts:
         """Return the texts without copying."""
-        return PackedTexts.of(np.frombuffer(self.bytes_T, np.uint8), np.frombuffer(self.ends, np.int64))
+        bound_N = np.frombuffer(self.bounds, np.int64)
+        return PackedTexts(np.frombuffer(self.bytes_T, np.uint8), bound_N[:-1], bound_N[1:])
 
 
 @dataclass(slots=True)
@@ -334,6 +337,12 @@ class TablePages:
     def _turn(self) -> None:
         self.written.append(self.page.write(self.store).hex())
         self.page = TableBuilder()
+
+
+def narrow(size_N: Integers) -> Integers:
+    """Return sizes in 32 bits each, if they fit; products of them may overflow."""
+    fits = size_N.min(initial=0) >= 0 and not size_N.max(initial=0) >> 31
+    return size_N.astype(np.int32) if fits else size_N
 
 
 def pages_of(record: Record) -> list[bytes]:
