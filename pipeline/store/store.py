@@ -65,7 +65,7 @@ _READ_AHEAD = 2 * _READ_THREADS  # chunks in memory while `read` waits for its c
 _CHUNK_RECORDS, _CHUNK_BYTES = 64, 1 << 18  # a thread reads this much at once: a small record costs less than a task
 _LOCATE_BATCH = 256
 _KEYS_BATCH = 65_536
-_UNINDEXED_RECORDS, _UNINDEXED_SHARE = 16_384, 0.05  # a few MB; a share makes index writes rarer as the index grows
+_UNINDEXED_RECORDS, _UNINDEXED_SHARE = 16_384, 0.02  # a few MB; a share makes index writes rarer as the index grows
 
 _UNREAD: Mapping[str, Any] = {}
 T = TypeVar("T")
@@ -106,6 +106,7 @@ class Layer:
     def refresh(self, *, believe_index: bool = True) -> StoreSnapshot:
         """Look at the folder again."""
         self._open.cache_clear()
+        self._taken = None  # its memory is free for the next one
         believe_index = believe_index and not self.distrusts_index
         self._taken = StoreSnapshot(self.disk, self.layout, self.tables, believe_index=believe_index)
         self.tables = dict(self._taken.tables)
