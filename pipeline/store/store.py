@@ -265,11 +265,9 @@ class Store:
 
     def has_whole(self, key: bytes) -> bool:
         """Return whether a record can be read, by reading it."""
-        try:
-            self.get(key)
-        except (CacheDamaged, RecordMissing):
-            return False
-        return True
+        with suppress(CacheDamaged, RecordMissing):
+            return self.get(key) is not None
+        return False
 
     def verify(self, keys: Sequence[bytes], limit_bytes: int = sys.maxsize) -> tuple[Mask, int]:
         """Return a mask of the keys that any layer has whole, and how many bytes were read to know that.

@@ -204,8 +204,7 @@ class Scanner:
 
     def _take(self, item: Item, key: bytes, files: Mapping[str, File]) -> Reason | None:
         """Make an inventory, unless the store has it because the file was only touched or copied."""
-        stored = _read_meta(self.shelves.inventories, {key})
-        if stored:
+        if stored := _read_meta(self.shelves.inventories, {key}):
             return Inventory.from_json(stored[key]).reason
         if total_bytes(files) > LARGE_BYTES:
             self.publish()  # keeps earlier results if this item exhausts the memory

@@ -55,6 +55,7 @@ _LENGTH = struct.Struct("<Q")
 _PLACED = np.dtype([("end", "<u8"), ("header_end", "<u8"), ("digest", "V16")])
 _PACKED = struct.Struct("<QQ16s")  # the same
 _EMPTY_HEADER_BYTES = _LENGTH.size + len(_METADATA) + 128  # more than the table's own entry needs
+_NONE_PLACED = _PACKED.pack(0, _EMPTY_HEADER_BYTES, b"")
 _TRAILER = struct.Struct("<8sIIQQQQ16s16s")  # and 16 bytes, the digest of these
 _MAGIC = b"PIPESHRD"
 TRAILER_BYTES = _TRAILER.size + 16
@@ -143,9 +144,7 @@ class ShardWriter:
     @property
     def _ends(self) -> tuple[int, int]:
         """The end of the data, and of the header entries, of the records placed so far."""
-        if not self._placed:
-            return 0, _EMPTY_HEADER_BYTES
-        data_end, header_end, _ = _PACKED.unpack(next(reversed(self._placed.values())))
+        data_end, header_end, _ = _PACKED.unpack(next(reversed(self._placed.values()), _NONE_PLACED))
         return data_end, header_end
 
     def _tightened(self) -> int:

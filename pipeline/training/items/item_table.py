@@ -272,8 +272,7 @@ class TableBuilder:
         for name, texts in (("id", table.ids), ("item", table.items)):
             if texts is not None:
                 arrays |= {f"{name}.bytes": texts.bytes_T, f"{name}.end": texts.end_N}
-        for name, size_N in table.sizes.items():
-            arrays[_SIZE + name] = narrow(size_N)
+        arrays |= {_SIZE + name: narrow(size_N) for name, size_N in table.sizes.items()}
         arrays |= {LABEL + name: label_N for name, label_N in table.labels.items()}
         meta = {"format": FORMAT, "splits": list(table.splits), "sizes": list(table.sizes), "items": len(table)}
         meta |= {"labels": list(table.labels)} if table.labels else {}
@@ -341,8 +340,7 @@ class TablePages:
 
 def narrow(size_N: Integers) -> Integers:
     """Return sizes in 32 bits each, if they fit; products of them may overflow."""
-    fits = size_N.min(initial=0) >= 0 and not size_N.max(initial=0) >> 31
-    return size_N.astype(np.int32) if fits else size_N
+    return size_N if size_N.min(initial=0) < 0 or size_N.max(initial=0) >> 31 else size_N.astype(np.int32)
 
 
 def pages_of(record: Record) -> list[bytes]:
