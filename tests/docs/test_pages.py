@@ -130,23 +130,27 @@ def write_docking(folder: Path) -> None:
     settle(folder)
 
 
-FOLLOWED = [page for page in ALL if Page(page).has("run", "fails", "settings")]
-GATE = {"first_project.md", "use_model.md", "cache.md"}  # the first hour; the other pages are nightly
+FOLLOWED = [page for page in ALL if Page(page).has("run", "slow", "fails", "settings")]
+GATE = {"first_project.md", "use_model.md", "cache.md"}  # the first hour, without its slow blocks
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=() if page.name in GATE else pytest.mark.nightly, id=name(page)) for page in FOLLOWED],
-)
-def test_following_a_page_gives_what_it_shows(folder: Callable[[str], Path], page: Path) -> None:
-    Reader(folder(Page(page).start)).follow(Page(page))
+def follow(begin: Callable[[str], Path], page: Path, *typing: str) -> None:
+    """Do what a page says, from its start, and see that it gives what it shows."""
+    Reader(begin(Page(page).start), typing).follow(Page(page))
+
+
+@pytest.mark.parametrize("page", [page for page in FOLLOWED if page.name in GATE], ids=name)
+def test_following_a_page_of_the_first_hour_gives_what_it_shows(folder: Callable[[str], Path], page: Path) -> None:
+    follow(folder, page, "run")
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.nightly
-@pytest.mark.parametrize("page", [page for page in ALL if Page(page).has("slow")], ids=name)
-def test_following_the_slow_blocks_of_a_page_gives_what_it_shows(folder: Callable[[str], Path], page: Path) -> None:
-    Reader(folder(Page(page).start), typing=("run", "slow")).follow(Page(page))
+@pytest.mark.parametrize(
+    "page", [page for page in FOLLOWED if page.name not in GATE or Page(page).has("slow")], ids=name
+)
+def test_following_a_page_gives_what_it_shows(folder: Callable[[str], Path], page: Path) -> None:
+    follow(folder, page, "run", "slow")
 
 
 def test_every_block_says_what_becomes_of_it() -> None:
