@@ -19,7 +19,7 @@ OF_A_RECIPE = "test_a_recipe_trains_evaluates_and_predicts_on_a_card_as_on_the_c
 # Named here, as what knows them takes seconds to import.
 NAMES = (
     *("complex_docking", "contrastive_pair", "denovo_recursive", "encoder_finetune"),
-    *("interface", "rna_ligand", "spectra_finetune"),
+    *("interface", "rna_ligand", "spectra_finetune", "spectra_pretrain"),
 )
 GATE = "gate"  # refused memory, moved batches, and plans: what shows most within seconds
 REFUSED = "test_refused_memory.py::test_a_step_survives_the_refusal_of_any_allocation_with_the_same_bits"

@@ -1,9 +1,7 @@
-"""Each recipe through the commands that a user types: checked, planned, trained a little, evaluated."""
+"""What recipes are: their settings, their sizes and their plans."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +27,6 @@ from tests.recipes.projects import (
     Recipe,
     config_of,
     epochs_of,
-    left_to_do,
     planned,
     ran,
     written,
@@ -37,29 +34,6 @@ from tests.recipes.projects import (
 from tests.testkit.command import Command
 
 pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that are shared
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
-def test_a_recipe_is_checked_trained_and_evaluated_and_again_there_is_nothing_to_do(
-    pipeline: Command, scanned: Scanned, recipe: Recipe
-) -> None:
-    folder = scanned(recipe)
-    checked = pipeline("config", "check", *recipe.sets())
-    assert checked.code == 0, checked.err
-    done = ran(pipeline, recipe.sets())
-    assert done.code == 0, done.err
-    epochs = epochs_of(folder)
-    assert [one["epoch"] for one in epochs] == [1, 2]
-    assert all(math.isfinite(term) for one in epochs for term in one["loss"].values())
-    assert all(one["ooms"] == 0 and one["allocated_bytes"] > 0 and one["reserved_bytes"] > 0 for one in epochs)
-    (kept,) = folder.glob("models/*/evaluations/test-*.json")
-    assert math.isfinite(json.loads(kept.read_text())["evaluation"]["figures"]["loss"])
-    again = ran(pipeline, recipe.sets())
-    assert again.code == 0, again.err
-    left = left_to_do()
-    assert {"scan", "train", "evaluate"} <= left.keys()
-    assert not any(left.values())
 
 
 @pytest.mark.nightly

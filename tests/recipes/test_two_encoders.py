@@ -1,5 +1,7 @@
 """Each recipe with each of its encoders, from files to predictions: a model for each, and nothing is done twice.
 
+The first of its encoders trains as the recipe stands, with its curriculum; the others for one epoch without it.
+
 Where items are structures an encoder is one of `embed`, alone or beside another. Where they are not, it is whatever
 reads an item: a tower, a network of peaks, a checkpoint that is tuned, or vectors that another encoder made of it.
 """
@@ -8,11 +10,13 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -34,11 +38,16 @@ from tests.testkit.project import settle
 
 Prepare = Callable[[Recipe, Path, Command], list[str]]  # makes what an encoder needs, and returns what is typed
 ESM2, ESMC = 16, 64  # widths
-PLAIN = ("train.epochs=1", "train.seed=26", "train.curriculum=[]", "train.predict.split=test")
+OWN = ("train.predict.split=test", "train.seed=26")  # no other test has these models
+PLAIN = (*OWN, "train.epochs=1", "train.curriculum=[]")
 
 
-def as_it_stands(recipe: Recipe, _: Path, __: Command, settings: Sequence[str] = ()) -> list[str]:
-    return recipe.sets(*PLAIN, *settings)
+def as_it_stands(recipe: Recipe, _: Path, __: Command) -> list[str]:
+    return recipe.sets(*OWN)
+
+
+def as_published(recipe: Recipe, _: Path, __: Command, **also: Any) -> list[str]:
+    return recipe.sets(*PLAIN, *options(as_published=True, **also))
 
 
 def weights_of(family: str, folder: Path) -> Path:
@@ -110,7 +119,7 @@ def sequences_of_pockets(recipe: Recipe, folder: Path, _: Command) -> list[str]:
 
 ENCODERS: dict[str, dict[str, Prepare]] = {
     "complex_docking": {
-        "ESM-2": partial(embedded, names="main", width=ESM2),
+        "ESM-2": as_it_stands,
         "ESM C": partial(embedded, names="esmc", width=ESMC),
         "both": partial(embedded, names="esmc, main", width=ESMC + ESM2),
     },
@@ -121,20 +130,20 @@ ENCODERS: dict[str, dict[str, Prepare]] = {
     },
     "denovo_recursive": {
         "mended": as_it_stands,
-        "as published": partial(as_it_stands, settings=options(as_published=True)),
+        "as published": as_published,
     },
     "rna_ligand": {
         "mended": as_it_stands,
-        "as published": partial(as_it_stands, settings=options(as_published=True)),
+        "as published": as_published,
         "and sequences": sequences_of_pockets,
     },
     "spectra_finetune": {
         "mended": as_it_stands,
-        "as published": partial(as_it_stands, settings=options(as_published=True, classes=8)),
+        "as published": partial(as_published, classes=8),
     },
     "spectra_pretrain": {
         "mended": as_it_stands,
-        "as published": partial(as_it_stands, settings=options(as_published=True)),
+        "as published": as_published,
     },
     "encoder_finetune": {"fair-esm's, by LoRA": as_it_stands, "transformers', its top": another_checkpoint},
 }
@@ -164,20 +173,28 @@ def test_a_recipe_goes_from_files_to_predictions_with_an_encoder_and_does_nothin
 ) -> None:
     folder = scanned(recipe)
     words = ENCODERS[recipe.name][how](recipe, folder, pipeline)
+    checked = pipeline("config", "check", *words)
+    assert checked.code == 0, checked.err
     models, before = {*folder.glob("models/*")}, told(folder)
-    done = ran(pipeline, words, "predict")
-    assert done.code == 0, done.err
+    for stage in ("all", "predict"):
+        done = ran(pipeline, words, stage)
+        assert done.code == 0, done.err
     if recipe.structures:
         assert left_to_do()["graph"] == 0  # they are of no encoder
     (model,) = {*folder.glob("models/*")} - models  # whose name says what decides the outcome
-    (epoch,) = epochs_of(folder)
-    assert epoch["items"] > 0
-    assert all(math.isfinite(term) for term in epoch["loss"].values())
+    epochs = epochs_of(folder)
+    assert [one["epoch"] for one in epochs] == ([1, 2] if ENCODERS[recipe.name][how] is as_it_stands else [1])
+    assert all(one["items"] > 0 and math.isfinite(term) for one in epochs for term in one["loss"].values())
+    assert all(one["ooms"] == 0 and one["allocated_bytes"] > 0 and one["reserved_bytes"] > 0 for one in epochs)
+    (kept,) = model.glob("evaluations/test-*.json")
+    assert math.isfinite(json.loads(kept.read_text())["evaluation"]["figures"]["loss"])
     (new,) = told(folder).keys() - before.keys()
     assert told(folder)[new] not in before.values()
-    again = ran(pipeline, words, "predict")
-    assert again.code == 0, again.err
-    assert not any(left_to_do().values())
+    for stage, last in (("all", "evaluate"), ("predict", "predict")):
+        again = ran(pipeline, words, stage)
+        assert again.code == 0, again.err
+        assert {"scan", "train", last} <= left_to_do().keys()
+        assert not any(left_to_do().values())
     assert {*folder.glob("models/*")} - models == {model}
 
 
