@@ -52,12 +52,12 @@ class Counting(CopyAhead):
     begun = taken = 0
 
     def moved(self, batch: Any) -> Any:
-        self.taken += batch is not None and batch is self._of
+        self.taken += batch is not None and batch is self._source
         return super().moved(batch)
 
     def _begin(self, batch: Any) -> None:
         super()._begin(batch)
-        self.begun += self._of is not None
+        self.begun += self._source is not None
 
 
 class Unwaited(Counting):
@@ -84,7 +84,7 @@ class Ahead(Mover):
             share.is_last_pass = True
             if share.is_over:
                 break
-            there += [self.step.moved(piece.collated(self.step)) for piece in share]
+            there += [self.step.moved(piece.collated()) for piece in share]
         wrong = sum(not is_right(batch, numbers) for batch, numbers in zip(there, self.lists, strict=True))
         torch.accelerator.synchronize()
         return wrong
