@@ -185,6 +185,7 @@ def smoke(given: Given) -> Found:
     from tests.recipes.projects import ALL, write
 
     recipe, folder = ALL[given["recipe"]], Path(given["folder"])
+    folder.mkdir(parents=True)
     write(recipe, folder)
     sets = [*recipe.sets(f"train.precision={given['precision']}", gpus=1), *settings_of_gpu(given["about"])]
     for stage in ("all", "predict"):
@@ -375,7 +376,7 @@ def planned(given: Given) -> Found:
         return found if found["bytes"] <= target_bytes else low
 
     first = filling(given["targets"]["first"], SETTINGS)
-    alike = [one for one in SETTINGS if one.text == first["allocator"]]  # a process has one of them
+    alike = [one for one in SETTINGS if one == first["allocator"]]  # a process has one of them
     card, is_toy = described(about), about["device"] == SIMULATED
     beside, context = (0, 0) if is_toy else (card.workspace_bytes, card.context_bytes)
     sizes = {"first": first, "probe": filling(given["targets"]["probe"], alike)}
