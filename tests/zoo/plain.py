@@ -32,7 +32,7 @@ class Passing(nn.Module):
 
     def forward(self, node_ND: Tensor, edge_ED: Tensor, source_E: Tensor, target_E: Tensor) -> Tensor:
         message_ED = self.message(torch.cat([node_ND[source_E], node_ND[target_E], edge_ED], -1))
-        arrived_ND = torch.zeros_like(node_ND).index_add(0, target_E, message_ED)
+        arrived_ND = torch.zeros_like(node_ND).index_add(0, target_E, message_ED.to(node_ND.dtype))
         return self.norm(node_ND + self.update(torch.cat([node_ND, arrived_ND], -1)))
 
 

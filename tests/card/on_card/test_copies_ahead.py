@@ -65,7 +65,7 @@ class Unwaited(Counting):
 
     def _begin(self, batch: Any) -> None:
         super()._begin(batch)
-        self._done = None
+        self._copied = None
 
 
 class Ahead(Mover):
