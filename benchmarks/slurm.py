@@ -5,7 +5,8 @@
 
 It starts the cluster of the tests (Debian, root), and ends it again. `submit` of scan is measured several times, into
 an empty cache each; then every stage is run to its end, and Slurm's accounting is asked for its jobs. With --against,
-a smaller data set goes the same way first, and memory is compared. A million complexes take 2.5 hours on two cores.
+a smaller data set goes the same way first, and memory is compared. A million complexes take 2.5 hours on two cores; in
+a --folder of your own, which is kept, a second call goes on after the last stage that was measured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from benchmarks.projects import SLURM, SMALL, make_project
 from tests.testkit.cluster import Cluster, why_not
 
 SUBMIT_S, VISIT_S, STATUS_S, ACCOUNTED_WITHIN_S, LOOK_EVERY_S, MEMORY = 5.0, 60.0, 1.0, 120.0, 2.0, 1.2
+STATUS_ROUNDS = 3
 FIELDS = "JobID,JobName,State,ElapsedRaw,MaxRSS"
 
 
@@ -39,6 +43,7 @@ class Ran:
     visit_s: float  # the longest
     visit_bytes: int
     task_bytes: int
+    status_s: float
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,12 @@ class Measured:
 
     submit: Spread
     submit_bytes: int
-    status_s: float
     stages: dict[str, Ran]
+
+    @property
+    def status_s(self) -> float:
+        """The longest `pipeline status`, after any of the stages."""
+        return max(stage.status_s for stage in self.stages.values())
 
 
 def await_end(folder: Path, stage: str, complexes: int) -> str:
@@ -86,26 +95,42 @@ def jobs(run_name: str, since: float) -> tuple[list[tuple[float, int]], list[tup
 
 
 def measured(folder: Path, complexes: int, stages: list[str], rounds: int) -> Measured:
-    """Submit several times, and then run every stage."""
-    make_project(folder, complexes, SMALL, SLURM)
+    """Submit several times, and then run every stage; what the folder has from an earlier call is not done again."""
+    if not (folder / "pipeline.yaml").exists():
+        make_project(folder, complexes, SMALL, SLURM)
+    submits = once(folder / "submit.json", lambda: submits_of(folder, rounds))
+    ran = {stage: Ran(**once(folder / f"{stage}.json", partial(ran_of, folder, stage, complexes))) for stage in stages}
+    say(f"{complexes:,}: {submits}, {ran}")
+    return Measured(Spread.of(submits["wall_s"]), submits["peak_bytes"], ran)
+
+
+def once(kept: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what is in a file, or measure it and keep it there."""
+    if not kept.exists():
+        kept.write_text(json.dumps(measure()))
+    found: dict[str, Any] = json.loads(kept.read_text())
+    return found
+
+
+def submits_of(folder: Path, rounds: int) -> dict[str, Any]:
+    """Submit scan several times, into an empty cache each."""
     submits = []
     for number in range(rounds):
         submits.append(run(pipeline("submit", "--stage", "scan", "--set", f"cache.root=cache{number}"), folder))
         run(pipeline("cancel", "--yes"), folder)
-    ran = {stage: ran_of(folder, stage, complexes) for stage in stages}
-    status = wall([run(pipeline("status"), folder) for _ in range(rounds)])
-    return Measured(Spread.of(wall(submits)), max(cost.peak_bytes for cost in submits), Spread.of(status).median, ran)
+    return {"wall_s": wall(submits), "peak_bytes": max(cost.peak_bytes for cost in submits)}
 
 
-def ran_of(folder: Path, stage: str, complexes: int) -> Ran:
+def ran_of(folder: Path, stage: str, complexes: int) -> dict[str, Any]:
     """Run a stage to its end, and ask Slurm's accounting for its jobs."""
     since, begun = time.time(), time.monotonic()
     run(pipeline("submit", "--stage", stage, "--only"), folder)
     name = await_end(folder, stage, complexes)
     ms_each, (visits, tasks) = 1e3 * (time.monotonic() - begun) / complexes, jobs(name, since)
-    ran = Ran(ms_each, max(visits)[0], max(peak for _, peak in visits), max(peak for _, peak in tasks))
+    status_s = Spread.of(wall([run(pipeline("status"), folder) for _ in range(STATUS_ROUNDS)])).median
+    ran = Ran(ms_each, max(visits)[0], max(peak for _, peak in visits), max(peak for _, peak in tasks), status_s)
     say(f"  {complexes:,} {stage}: {ran}")
-    return ran
+    return asdict(ran)
 
 
 def small_row(complexes: int, found: Measured) -> Row:
@@ -145,7 +170,7 @@ def main() -> int:
         complexes={"type": int, "default": 10_000, "help": "complexes (default: 10000)"},
         stages={"default": "scan,graph", "help": "stages to run to their end, separated by commas"},
         against={"type": int, "default": 0, "help": "compare memory with so many complexes"},
-        folder={"type": Path, "help": "make the project here"},
+        folder={"type": Path, "help": "make the projects here, and keep them"},
     )  # fmt: skip
     if reason := why_not():
         fail(f"no Slurm here: {reason}")
@@ -153,15 +178,14 @@ def main() -> int:
     cluster.start()
     os.environ.update(cluster.env())
     stages, found = typed.stages.split(","), {}
+    parent = typed.folder or Path(tempfile.mkdtemp(prefix="slurm-"))
     try:
         for complexes in filter(None, (typed.against, typed.complexes)):
-            folder = Path(tempfile.mkdtemp(prefix="slurm-", dir=typed.folder))
-            try:
-                found[complexes] = measured(folder, complexes, stages, typed.rounds)
-            finally:
-                shutil.rmtree(folder)
+            found[complexes] = measured(parent / f"{complexes}", complexes, stages, typed.rounds)
     finally:
         cluster.stop()
+        if not typed.folder:
+            shutil.rmtree(parent)
     whole = found[typed.complexes]
     if typed.against:
         return publish([grown_row(typed.complexes, whole, typed.against, found[typed.against])], save=typed.save)
