@@ -96,7 +96,7 @@ def jobs(run_name: str, since: float) -> tuple[list[tuple[float, int]], list[tup
 
 def measured(folder: Path, complexes: int, stages: list[str], rounds: int) -> Measured:
     """Submit several times, and then run every stage; what the folder has from an earlier call is not done again."""
-    if not (folder / "pipeline.yaml").exists():
+    if not (folder / "weights").exists():  # made last
         make_project(folder, complexes, SMALL, SLURM)
     submits = once(folder / "submit.json", lambda: submits_of(folder, rounds))
     ran = {stage: Ran(**once(folder / f"{stage}.json", partial(ran_of, folder, stage, complexes))) for stage in stages}

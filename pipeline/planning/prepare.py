@@ -421,7 +421,8 @@ def tables_of(project: Project, prepared: Prepared) -> list[ItemTable]:
 def task_sizes(project: Project, prepared: Prepared, table: ItemTable) -> dict[str, Any]:
     """Return the sizes of items as the task's `cost` gives them, cropped as planned."""
     sizes = sizes_of(Work.of(project.config, beside=project.beside).task, table.sizes)
-    return sizes | {name: np.minimum(sizes[name], most) for name, most in prepared.crop.items() if name in sizes}
+    crop = prepared.crop.items()
+    return sizes | {name: np.minimum(sizes[name], np.int64(most)) for name, most in crop if name in sizes}
 
 
 def steps_of(project: Project, prepared: Prepared) -> int:

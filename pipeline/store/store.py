@@ -106,11 +106,10 @@ class Layer:
     def refresh(self, *, believe_index: bool = True) -> StoreSnapshot:
         """Look at the folder again."""
         self._open.cache_clear()
-        self._taken = None  # its memory is free for the next one
-        believe_index = believe_index and not self.distrusts_index
-        self._taken = StoreSnapshot(self.disk, self.layout, self.tables, believe_index=believe_index)
-        self.tables = dict(self._taken.tables)
-        return self._taken
+        trusted = believe_index and not self.distrusts_index
+        taken = StoreSnapshot(self.disk, self.layout, self.tables, believe_index=trusted)
+        self._taken, self.tables = taken, dict(taken.tables)
+        return taken  # another thread may forget it meanwhile
 
     def forget(self, gone: Collection[str] = ()) -> None:
         """Read the folder again on the next look-up, and drop the tables of shards that are gone."""
@@ -492,7 +491,7 @@ class StoreWriter:
 
     def __contains__(self, key: bytes) -> bool:
         """Return whether a record was added to the open shard, so that it may not be found in the store yet."""
-        return self._shard is not None and key in self._shard
+        return self._shard is not None and self._shard.open and key in self._shard
 
     def put(
         self,

@@ -13,7 +13,7 @@ from pipeline.graphs import make_graphs as graph
 from pipeline.graphs.item_graph import GraphRecipe
 from pipeline.journal.run_folder import runs_in
 from pipeline.keys import content_digest
-from pipeline.records import Item, Part, Role
+from pipeline.records import Item, Part, Reason, Role
 from pipeline.store import store
 from pipeline.store.cache_folder import CacheFolder, update_indexes
 from pipeline.structures import scan_items as scan
@@ -89,6 +89,17 @@ def test_a_worker_brings_an_index_up_to_date_that_lacks_much(pipeline, tmp_path,
     monkeypatch.setattr(store, "_UNINDEXED_RECORDS", 0)
     assert worker.main(words) == 0
     assert counts(CacheFolder(tmp_path / "cache"), "scan") == (1, 0)
+
+
+def test_a_copy_of_a_refused_file_is_refused_after_the_first_was_published(tmp_path, monkeypatch):
+    monkeypatch.setattr(scan, "PUBLISH_EVERY_S", -1.0)
+    cache, paths = CacheFolder(tmp_path / "cache"), [tmp_path / f"{number}.pdb" for number in range(3)]
+    for path in paths:
+        path.write_text("HEADER    without atoms\nEND\n")
+    settle(tmp_path)
+    items = [Item(path.stem, parts=(Part(Role.COMPLEX, str(path)),)) for path in paths]
+    shelves = ScanShelves(cache.kind("scan"), cache.kind("files"), 1 << 20)
+    assert list(scan.scan_items(items, ScanRecipe(), shelves)) == [Reason.NO_ATOMS] * 3
 
 
 @pytest.mark.usefixtures("few")

@@ -115,7 +115,9 @@ def test_another_process_finds_it_through_the_index_or_later(store, open_store, 
 def test_flush_names_every_key_that_became_safe(store, open_store):
     with store.writer(shard_bytes=2000) as writer:
         keys = put(writer, *range(20))
+        assert keys[-1] in writer
         assert writer.flush() == keys
+        assert not any(key in writer for key in keys)  # the store is asked from now on
         assert after_lag(open_store()).missing(keys) == []
         assert writer.flush() == []
 
