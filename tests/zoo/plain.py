@@ -54,7 +54,8 @@ class Network(nn.Module):
                 node_ND = passing(node_ND, *_strongest(edge_ED, source_E, target_E))
             else:
                 node_ND = passing(node_ND, edge_ED, source_E, target_E)
-        return torch.zeros_like(batch["y"]).index_add(0, batch["graph"], self.out(node_ND).squeeze(-1))
+        value_N = self.out(node_ND).squeeze(-1).to(batch["y"].dtype)
+        return torch.zeros_like(batch["y"]).index_add(0, batch["graph"], value_N)
 
 
 def _strongest(edge_ED: Tensor, source_E: Tensor, target_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:

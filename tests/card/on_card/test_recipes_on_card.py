@@ -21,10 +21,12 @@ pytestmark = pytest.mark.timeout(900)  # it trains for real, on machines that ar
 def test_a_recipe_trains_evaluates_and_predicts_on_a_card_as_on_the_cpu(typist: Typist, recipe: Recipe) -> None:
     folder = typist.go(recipe)
     typist.submit("evaluate", recipe, "train.models=carded")
+    assert typist.gpu_peak_bytes() > 0
     (kept,) = folder.glob("carded/*/evaluations/*.json")
     assert np.isfinite(json.loads(kept.read_text())["evaluation"]["figures"]["loss"])
     typist.submit("predict", recipe, "train.models=carded", "train.predict.folder=of_card")
     typist.submit("predict", recipe, "train.models=hosted", "train.predict.folder=of_cpu", gpus=0)
+    assert typist.gpu_peak_bytes() == 0
     assert losses(folder / "carded") == pytest.approx(losses(folder / "hosted"), rel=1e-4)
     assert all(one["ooms"] == 0 and one["reserved_bytes"] > 0 for one in epochs(folder / "carded"))
     of_card, of_cpu = predicted(folder / "of_card"), predicted(folder / "of_cpu")
