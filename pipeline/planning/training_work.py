@@ -24,9 +24,9 @@ from pipeline.memory.history import fingerprint
 from pipeline.memory.planning.memory_plan import CardSpec, DataSizes, Micros, Oversize, PlanRequest
 from pipeline.project.run_code import load_task, package_digest, source_digest, user_code_failed
 from pipeline.protocol import ITEMS, Contrastive, Example
-from pipeline.training.items.item_table import PAGE, narrow
+from pipeline.training.items.item_table import PAGE
 from pipeline.training.prepared import COST, LIKENESS, LOOSER, PADDING, likeness, sampler_settings
-from pipeline.training.sampling import Sampler
+from pipeline.training.sampling import Sampler, narrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.memory.planning.memory_plan import CostModel
-from pipeline.training.sampling import SamplerSettings
+from pipeline.training.sampling import SamplerSettings, narrow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -132,7 +132,7 @@ def likeness(sizes: Mapping[str, Integers]) -> Integers:
         total_N += size_N / max(1e-9, float(np.mean(size_N)))
     total_N /= len(sizes)
     total_N *= UNIT
-    return np.asarray(np.maximum(np.rint(total_N, out=total_N), 1, out=total_N).astype(np.int64))
+    return narrow(np.maximum(np.rint(total_N, out=total_N), 1, out=total_N).astype(np.int64))
 
 
 def sampler_settings(batch: int, budget_bytes: int, *, padding: float | None, **more: Any) -> SamplerSettings:

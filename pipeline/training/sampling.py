@@ -171,10 +171,16 @@ def shuffled(count: int, seed: int, epoch: int) -> Integers:
     mask = np.uint64((1 << count.bit_length()) - 1)
     keys_N = random_bits(count, seed, epoch, SHUFFLE)
     keys_N &= ~mask
-    keys_N |= np.arange(count, dtype=np.uint64)
+    for start in range(0, count, WINDOW):  # each a part, for all at once would take as much memory again
+        keys_N[start : start + WINDOW] |= np.arange(start, min(start + WINDOW, count), dtype=np.uint64)
     keys_N.sort()
     keys_N &= mask
     return keys_N.view(np.int64)
+
+
+def narrow(size_N: Integers) -> Integers:
+    """Return sizes in 32 bits each, if they fit; products of them may overflow."""
+    return size_N if size_N.min(initial=0) < 0 or size_N.max(initial=0) >> 31 else size_N.astype(np.int32)
 
 
 def arrange(sizes_DN: Sequence[NDArray[Any]], starts_B: Integers) -> Integers:

@@ -19,6 +19,7 @@ import numpy as np
 from pipeline.errors import ConfigError
 from pipeline.keys import KEY_BYTES, content_digest, recipe_key
 from pipeline.records import Item
+from pipeline.training.sampling import narrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -336,11 +337,6 @@ class TablePages:
     def _turn(self) -> None:
         self.written.append(self.page.write(self.store).hex())
         self.page = TableBuilder()
-
-
-def narrow(size_N: Integers) -> Integers:
-    """Return sizes in 32 bits each, if they fit; products of them may overflow."""
-    return size_N if size_N.min(initial=0) < 0 or size_N.max(initial=0) >> 31 else size_N.astype(np.int32)
 
 
 def pages_of(record: Record) -> list[bytes]:
