@@ -106,11 +106,10 @@ class Layer:
     def refresh(self, *, believe_index: bool = True) -> StoreSnapshot:
         """Look at the folder again."""
         self._open.cache_clear()
-        new = StoreSnapshot(
-            self.disk, self.layout, self.tables, believe_index=believe_index and not self.distrusts_index
-        )
-        self._taken, self.tables = new, dict(new.tables)
-        return new  # another thread may forget it meanwhile
+        believe_index = believe_index and not self.distrusts_index
+        taken = StoreSnapshot(self.disk, self.layout, self.tables, believe_index=believe_index)
+        self._taken, self.tables = taken, dict(taken.tables)
+        return taken  # another thread may forget it meanwhile
 
     def forget(self, gone: Collection[str] = ()) -> None:
         """Read the folder again on the next look-up, and drop the tables of shards that are gone."""

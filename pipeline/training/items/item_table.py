@@ -67,9 +67,7 @@ class PackedTexts:
         return PackedTexts(self.bytes_T, self.start_N[numbers], self.end_N[numbers])
 
     def packed(self) -> PackedTexts:
-        """Return the texts in order, over bytes that only they use."""
-        if len(self) and np.array_equal(self.start_N[1:], self.end_N[:-1]):  # already so
-            return PackedTexts.of(self.bytes_T[self.start_N[0] : self.end_N[-1]], self.end_N - self.start_N[0])
+        """Return the texts over bytes of their own."""
         length_N = self.end_N - self.start_N
         end_N = np.cumsum(length_N)
         byte_T = np.arange(int(length_N.sum())) + np.repeat(self.start_N - end_N + length_N, length_N)
