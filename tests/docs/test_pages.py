@@ -132,25 +132,19 @@ def write_docking(folder: Path) -> None:
 
 FOLLOWED = [page for page in ALL if Page(page).has("run", "slow", "fails", "settings")]
 GATE = {"first_project.md", "use_model.md", "cache.md"}  # the first hour, without its slow blocks
+QUICK = [pytest.param(page, ("run",), id=f"{name(page)}, quick blocks") for page in FOLLOWED if page.name in GATE]
+WHOLE = [
+    pytest.param(page, ("run", "slow"), id=name(page), marks=(pytest.mark.nightly, pytest.mark.timeout(1200)))
+    for page in FOLLOWED
+    if page.name not in GATE or Page(page).has("slow")
+]
 
 
-def follow(begin: Callable[[str], Path], page: Path, *typing: str) -> None:
-    """Do what a page says, from its start, and see that it gives what it shows."""
-    Reader(begin(Page(page).start), typing).follow(Page(page))
-
-
-@pytest.mark.parametrize("page", [page for page in FOLLOWED if page.name in GATE], ids=name)
-def test_following_a_page_of_the_first_hour_gives_what_it_shows(folder: Callable[[str], Path], page: Path) -> None:
-    follow(folder, page, "run")
-
-
-@pytest.mark.timeout(1200)
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "page", [page for page in FOLLOWED if page.name not in GATE or Page(page).has("slow")], ids=name
-)
-def test_following_a_page_gives_what_it_shows(folder: Callable[[str], Path], page: Path) -> None:
-    follow(folder, page, "run", "slow")
+@pytest.mark.parametrize(("page", "typing"), QUICK + WHOLE)
+def test_following_a_page_gives_what_it_shows(
+    folder: Callable[[str], Path], page: Path, typing: tuple[str, ...]
+) -> None:
+    Reader(folder(Page(page).start), typing).follow(Page(page))
 
 
 def test_every_block_says_what_becomes_of_it() -> None:
