@@ -367,13 +367,17 @@ def shard_names(disk: Disk, layout: KindLayout) -> list[str]:
 
 
 def _delta_rows(tables: Collection[ShardTable], first_shard: int) -> Rows:
-    rows, end = np.zeros(sum(len(table.rows) for table in tables), ROW), 0
+    """Return the rows of some tables, sorted; each is copied once, to its place."""
+    keys = np.concatenate([NO_KEYS, *(table.rows["key"] for table in tables)])
+    places, rows, end = np.empty(len(keys), np.intp), np.empty(len(keys), ROW), 0
+    places[np.argsort(keys, kind="stable")] = np.arange(len(keys))
     for shard, table in enumerate(tables, first_shard):
-        part = rows[end : end + len(table.rows)]
-        part[list(TABLE_ROW.names or ())] = table.rows
-        part["shard"] = shard
+        part = places[end : end + len(table.rows)]
+        for name in TABLE_ROW.names or ():
+            rows[name][part] = table.rows[name]
+        rows["shard"][part] = shard
         end += len(part)
-    return _sorted(rows)
+    return rows
 
 
 def _sorted(rows: Rows) -> Rows:

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 # Faults in a file's bytes stay until the file changes, so they are remembered with it.
 LASTING = frozenset({Reason.EMPTY_FILE, Reason.TRUNCATED_FILE, Reason.UNKNOWN_FORMAT})
-PUBLISH_EVERY_S = 60.0
+PUBLISH_EVERY_S, PUBLISH_EVERY_ITEMS = 60.0, 3000
 LARGE_BYTES = 16 << 20
 
 
@@ -270,11 +270,11 @@ def scan_items(
     *,
     refuse: Refuse = _ignore,
 ) -> Generator[Reason | None, None, None]:
-    """Scan items, and publish the records at least every minute."""
+    """Scan items, and publish the records every minute or so many items."""
     limit = shelves.shard_bytes
     with shelves.inventories.writer(shard_bytes=limit) as inventories, shelves.files.writer(shard_bytes=limit) as files:
         scanner = Scanner(recipe, shelves, inventories, files, also, refuse)
-        for item in items:
+        for number, item in enumerate(items, 1):
             yield scanner.scan(item)
-            if time.monotonic() - scanner.published_s > PUBLISH_EVERY_S:
+            if number % PUBLISH_EVERY_ITEMS == 0 or time.monotonic() - scanner.published_s > PUBLISH_EVERY_S:
                 scanner.publish()
