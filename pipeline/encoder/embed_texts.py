@@ -7,7 +7,6 @@ before there is something to encode.
 from __future__ import annotations
 
 import logging
-import time
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from itertools import repeat
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PUBLISH_EVERY_S = 60.0
 LOOKED_UP_AT_ONCE = 4096
 MOST_READ = 1 << 16  # keys of which it is remembered that they were read
 _IN_FULL = Command.submit("embed").with_settings(("embed.precision", "fp32"))
@@ -157,7 +155,6 @@ class _Sink:
 
     def __init__(self, writer: StoreWriter, recipe: EmbeddingRecipe) -> None:
         self._writer, self._recipe = writer, recipe
-        self._published_s = time.monotonic()
 
     def __call__(self, made: Embedding) -> None:
         """Store one embedding with what it was made from."""
@@ -171,9 +168,8 @@ class _Sink:
         }
         bfloat16 = tuple(made.arrays) if recipe.storage == "bf16" else ()
         self._writer.put(recipe.key(made.text, made.variant), made.arrays, meta, bfloat16=bfloat16)
-        if time.monotonic() - self._published_s > PUBLISH_EVERY_S:
+        if self._writer.is_due:
             self._writer.flush()
-            self._published_s = time.monotonic()
 
 
 class _Gate:

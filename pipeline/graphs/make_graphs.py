@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
 from pipeline.graphs.item_graph import encode_graph
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PUBLISH_EVERY_S = 60.0
 HEADER_BYTES = 2 << 20  # of a shard; a graph has some 25 arrays, whose names and places take 3 kB there
 
 
@@ -76,7 +74,6 @@ class Maker:
     ) -> None:
         self._recipe, self._store, self._writer, self._is_wanted = recipe, store, writer, is_wanted
         self._refused: dict[bytes, Reason] = {}  # of graphs that are not published yet
-        self._published_s = time.monotonic()
 
     def make(self, key: bytes, read: Complex) -> Reason | None:
         """Store the graph of an item, given the key of its inventory; return why it has none."""
@@ -98,12 +95,6 @@ class Maker:
         self._writer.flush()
         self._refused.clear()
         update_index(self._store, far_behind=True)
-        self._published_s = time.monotonic()
-
-    def publish_in_time(self) -> None:
-        """Write new graphs to disk, once a minute."""
-        if time.monotonic() - self._published_s > PUBLISH_EVERY_S:
-            self.publish()
 
 
 def graph(
@@ -124,7 +115,8 @@ def graph(
                 yield None
                 continue
             yield _make(item, key, read, structures, maker)
-            maker.publish_in_time()
+            if writer.is_due:
+                maker.publish()
 
 
 def _make(item: Item, key: bytes, read: Mapping[str, File], structures: Structures, maker: Maker) -> Reason | None:

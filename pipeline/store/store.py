@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 ONLY_MISSING = "processes only missing items; pipeline cache repair sets damaged files aside"
 DEFAULT_SHARD_BYTES = 256 * 1024 * 1024
+FLUSH_EVERY_S, FLUSH_EVERY_RECORDS = 60.0, 3000
 log = logging.getLogger(__name__)
 
 _OPEN_SHARDS = 64
@@ -488,6 +490,12 @@ class StoreWriter:
         self._layer, self._shard_bytes, self._header_bytes = layer, shard_bytes, header_bytes
         self._shard: ShardWriter | None = None
         self._safe = bytearray()  # keys, one after the other: half the memory of a list
+        self._waiting, self._flushed_s = 0, time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to flush: a minute has passed since the last time, or many small records were added."""
+        return self._waiting >= FLUSH_EVERY_RECORDS or time.monotonic() - self._flushed_s > FLUSH_EVERY_S
 
     def __contains__(self, key: bytes) -> bool:
         """Return whether a record was added to the open shard, so that it may not be found in the store yet."""
@@ -506,6 +514,7 @@ class StoreWriter:
         `bfloat16` names the uint16 arrays whose bits are bfloat16, so that other readers see them as such.
         """
         record, shard = encode_record(key, arrays, meta or {}, bfloat16), self._open_shard()
+        self._waiting += 1
         if key not in shard and not shard.add(record, self._shard_bytes):
             self._publish(shard)
             self._open_shard().add(record, self._shard_bytes)
@@ -515,6 +524,7 @@ class StoreWriter:
         if self._shard and self._shard.open and self._shard.keys:
             self._publish(self._shard)
         safe, self._safe = self._safe, bytearray()
+        self._waiting, self._flushed_s = 0, time.monotonic()
         return [bytes(safe[at : at + KEY_BYTES]) for at in range(0, len(safe), KEY_BYTES)]
 
     def __enter__(self) -> Self:

@@ -8,7 +8,6 @@ change it.
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -43,7 +42,6 @@ log = logging.getLogger(__name__)
 
 # Faults in a file's bytes stay until the file changes, so they are remembered with it.
 LASTING = frozenset({Reason.EMPTY_FILE, Reason.TRUNCATED_FILE, Reason.UNKNOWN_FORMAT})
-PUBLISH_EVERY_S, PUBLISH_EVERY_ITEMS = 60.0, 3000
 LARGE_BYTES = 16 << 20
 
 
@@ -186,7 +184,6 @@ class Scanner:
     refuse: Refuse = _ignore
     refused: dict[bytes, Reason] = field(default_factory=dict)  # of inventories that are not published yet
     kept: StructureFiles = field(init=False)
-    published_s: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.kept = StructureFiles(lambda path: self._read(path, file_mark(path, self.recipe)), self.recipe.paths)
@@ -236,7 +233,6 @@ class Scanner:
             update_index(store, far_behind=True)
         if self.also:
             self.also.publish()
-        self.published_s = time.monotonic()
 
     def _read(self, path: str, mark: bytes | Inventory | None) -> File:
         """Read a file, and remember its content."""
@@ -270,11 +266,11 @@ def scan_items(
     *,
     refuse: Refuse = _ignore,
 ) -> Generator[Reason | None, None, None]:
-    """Scan items, and publish the records every minute or so many items."""
+    """Scan items, and publish the records whenever many wait or a minute has gone by."""
     limit = shelves.shard_bytes
     with shelves.inventories.writer(shard_bytes=limit) as inventories, shelves.files.writer(shard_bytes=limit) as files:
         scanner = Scanner(recipe, shelves, inventories, files, also, refuse)
-        for number, item in enumerate(items, 1):
+        for item in items:
             yield scanner.scan(item)
-            if number % PUBLISH_EVERY_ITEMS == 0 or time.monotonic() - scanner.published_s > PUBLISH_EVERY_S:
+            if inventories.is_due or files.is_due:
                 scanner.publish()

@@ -92,7 +92,7 @@ def test_a_worker_brings_an_index_up_to_date_that_lacks_much(pipeline, tmp_path,
 
 
 def test_a_copy_of_a_refused_file_is_refused_after_the_first_was_published(tmp_path, monkeypatch):
-    monkeypatch.setattr(scan, "PUBLISH_EVERY_S", -1.0)
+    monkeypatch.setattr(store, "FLUSH_EVERY_RECORDS", 1)
     cache, paths = CacheFolder(tmp_path / "cache"), [tmp_path / f"{number}.pdb" for number in range(3)]
     for path in paths:
         path.write_text("HEADER    without atoms\nEND\n")
@@ -104,8 +104,7 @@ def test_a_copy_of_a_refused_file_is_refused_after_the_first_was_published(tmp_p
 
 @pytest.mark.usefixtures("few")
 def test_a_task_brings_indexes_up_to_date_while_it_works(tmp_path, monkeypatch):
-    monkeypatch.setattr(scan, "PUBLISH_EVERY_S", 0.0)
-    monkeypatch.setattr(graph, "PUBLISH_EVERY_S", 0.0)
+    monkeypatch.setattr(store, "FLUSH_EVERY_S", 0.0)
     cache, paths = CacheFolder(tmp_path / "cache"), [tmp_path / f"{number}.pdb" for number in range(14)]
     for number, path in enumerate(paths):
         path.write_bytes(complex_pdb(number, 20, 20))
