@@ -151,7 +151,7 @@ def _missing(texts: Texts, recipe: EmbeddingRecipe, store: Store) -> NDArray[np.
 
 
 class _Sink:
-    """Stores embeddings, and flushes them every minute; only the writing thread calls it."""
+    """Stores embeddings, and flushes them now and then; only the writing thread calls it."""
 
     def __init__(self, writer: StoreWriter, recipe: EmbeddingRecipe) -> None:
         self._writer, self._recipe = writer, recipe
