@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,13 +79,22 @@ def typed(command: str) -> list[str]:
     return next(line.split()[2:] for line in PAGE.splitlines() if line.startswith(f"$ mmseqs {command} "))
 
 
+# A small process starts the command: what a child takes is never less than what its parent had.
+MEASURE = """
+import json, resource, subprocess, sys
+code = subprocess.call(sys.argv[1:], stdout=subprocess.DEVNULL)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps([code, {"cpu_s": used.ru_utime + used.ru_stime, "MiB": used.ru_maxrss / 1024}]))
+"""
+
+
 def measured(project: Project, *words: str) -> tuple[int, dict[str, float]]:
     """Type a command; return its exit code, its CPU time and its largest memory in MiB."""
     environment = {**os.environ, "PATH": f"{PIPELINE.parent}:{project.programs}"}
-    child = subprocess.Popen([PIPELINE, *words], cwd=project.folder, env=environment, stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    return child.returncode, {"cpu_s": used.ru_utime + used.ru_stime, "MiB": used.ru_maxrss / 1024}
+    command = [sys.executable, "-c", MEASURE, PIPELINE, *words]
+    done = subprocess.run(command, cwd=project.folder, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    code, cost = json.loads(done.stdout)
+    return code, cost
 
 
 def splits_of(path: Path) -> dict[str, str]:

@@ -57,8 +57,12 @@ def test_two_encoders_that_are_killed_midway_go_on_and_do_nothing_twice(project:
 
     again = project.types(*SUBMIT)
     assert again.code == 0, again.err
-    assert "small: 10 embeddings: 10 cached, 0 to do" in again.said
-    assert project.newest.now().stages["embed"].jobs == {}
+    stage = project.newest.now().stages["embed"]
+    assert {name: (part["cached"], part["missing"]) for name, part in stage.parts.items()} == {
+        "main": (10, 0),
+        "small": (10, 0),
+    }
+    assert stage.jobs == {}
     told = project.types("report", run.name)
     assert "embed main" in told.said
     assert "embed small" in told.said
