@@ -41,14 +41,14 @@ FAMILIES: dict[str, tuple[Any, Mapping[str, int]]] = {
     "denovo": (DENOVO, {"peaks": 40, "residues": 16, ITEMS: 96}),
 }
 CASES = {
-    "mlp": [BOTH, BF16],
+    "mlp": [NONE, AGAIN, AWAY, BOTH, BF16],
     "large mlp": [ALL],  # of a few MiB, one segment of small blocks is more than 2%
     "small mlp": [FP16],
-    "transformer": [NONE, BOTH],
-    "gnn": [NONE, BF16],
+    "transformer": [NONE, AWAY, BOTH, BF16],
+    "gnn": [NONE, AWAY, BF16],
     "interface": [NONE, AGAIN, AWAY],
-    "docking": [NONE, ALL],
-    "spectra": [AWAY, BF16],
+    "docking": [NONE, AWAY, ALL],
+    "spectra": [NONE, AWAY, BF16],
     "denovo": [NONE, AGAIN, AWAY],
 }
 
