@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     Question = tuple[MemoryChoice, tuple[tuple[str, int], ...]]
 
 FEWEST = 3  # different points: with only two, no point is left to check a line
-EXACT = 1e-3  # of the largest: a fit this good is no coincidence
+EXACT = 2e-4  # of the largest: a fit this good is no coincidence, and hides no square
 FLOOR = 0.02  # margin of a fit without any error, and of each doubling: the real batches are not the rehearsed ones
 ROUNDING = 1e-9  # of the solver: no error
 BEND = 1e-4  # of the largest: a larger excess over the prediction from smaller points means a steeper regime
