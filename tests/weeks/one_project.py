@@ -100,7 +100,8 @@ class Neighbour:
             return "met damage"
         must(code == 0, f"submit ended with {code}", lambda: said)
         run = Run(Project(self.folder), self.runs()[-1])
-        self.now = Submitted(run, stage, {**self.settings, **self.variant}, [files])
+        deeds = [DAMAGE] if is_doubtful else []
+        self.now = Submitted(run, stage, {**self.settings, **self.variant}, [files], deeds)
         return f"submit {stage}"
 
     def cancels(self) -> str:
@@ -132,6 +133,8 @@ class Neighbour:
         if trouble := untrue(told, state, ended, self.who):
             must(False, f"{ended.run.name} ({', '.join(ended.deeds)}): {trouble}", ended.run.story)
         if state is not State.DONE:
+            if DAMAGE in ended.deeds:  # a later run may continue what it trained, and tells what that lacks
+                self.incomplete |= {folder.name for folder in (self.folder / "models").glob("*")}
             return f"{state.value} run"
         self._counted(ended, told)
         if ended.stage in ("train", "all"):

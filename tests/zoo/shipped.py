@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from pipeline.project.run_code import load_task
+from pipeline.protocol import ITEMS
 from tests.zoo.member import Member, Synthetic
 from tests.zoo.spread import complexes, graphs, lengths, lognormal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
+
+    from pipeline.protocol import Batch, Sizes
 
 SETTINGS = {"optimizer": "adamw", "foreach": True, "clip": 1.0}
 
@@ -31,12 +37,26 @@ class Shipped(Synthetic):
         return self._task.example(sizes)
 
 
+class OneByOne(Shipped):
+    """A task whose model takes the items of a batch one after the other."""
+
+    def collate(self, items: Sequence[Sizes], rng: np.random.Generator) -> Batch:
+        """Return the batch of these very items: if activations are offloaded, the largest of them decides the peak."""
+        alone = [self.example({ITEMS: 1, **item}) for item in items]
+        return type(alone[0])(tuple(chain.from_iterable(batch.complexes for batch in alone)))
+
+
 def _member(
-    name: str, path: str, items: Any, small: dict[str, Any], sizes: Mapping[str, tuple[int, int, int]]
+    name: str,
+    path: str,
+    items: Any,
+    small: dict[str, Any],
+    sizes: Mapping[str, tuple[int, int, int]],
+    kind: type[Shipped] = Shipped,
 ) -> Member:
     padded = "peaks" in sizes
     smallest, middle, largest = (dict(zip(sizes, row, strict=True)) for row in zip(*sizes.values(), strict=True))
-    task = partial(Shipped, path, padded)
+    task = partial(kind, path, padded)
     return Member(name, task, small, (smallest, middle, largest), SETTINGS, padded=padded, items=items)
 
 
@@ -69,6 +89,7 @@ MEMBERS = (
         _pairs_of_nodes,
         {"embedding_dim": 64, "scalars": 8, "vectors": 2, "layers": 3},
         {"nodes": (100, 300, 800), "pairs": (2500, 9000, 32000), "items": (1, 3, 6)},
+        OneByOne,
     ),
     _member(
         "spectra",

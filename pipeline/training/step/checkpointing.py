@@ -104,7 +104,7 @@ def repeated(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
-SMALLEST_BYTES = 1 << 16  # below, a copy costs more than the memory is worth
+SMALLEST_BYTES = 1 << 12  # little: else a smaller batch, just below, could keep more on the device than a larger one
 
 
 class Pinned:

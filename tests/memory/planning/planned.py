@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -152,7 +154,7 @@ def epoch(ground: Ground, choice: MemoryChoice, sampler: Sampler, limit: int) ->
     ooms, micros = 0, 0
     torch.manual_seed(0)
     gc.collect()
-    with LimitedDevice(limit) as device:
+    with LimitedDevice(limit) as device, generators_on_host(device):
         changes = {"precision": choice.precision, "checkpointing": choice.checkpointing, "offload": choice.offload}
         step = OnDevice(ground.work.task, replace(ground.work.settings, **changes))
         step.carrier = HostCarrier(device)
@@ -170,6 +172,19 @@ def epoch(ground: Ground, choice: MemoryChoice, sampler: Sampler, limit: int) ->
             peak = max(peak, device.peak_bytes)
         del step
     return Trained(ooms, peak, sampler.steps, micros)
+
+
+@contextmanager
+def generators_on_host(device: LimitedDevice) -> Iterator[None]:
+    """Count no states of random generators: a checkpointed block keeps 5 kB of them, on the host beside a card, too."""
+    state = torch.get_rng_state
+
+    def kept() -> torch.Tensor:
+        with device.host():
+            return state()
+
+    with mock.patch.object(torch, "get_rng_state", kept):
+        yield
 
 
 def limits(ground: Ground, count: int) -> list[int]:
