@@ -46,7 +46,7 @@ from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared, likeness, phase_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from pipeline.config.schema import Config
     from pipeline.memory.outlook import TrainOutlook
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from pipeline.project.project import Project
     from pipeline.training.loop.train import Items
     from pipeline.training.prepared import PhasePlan
+
+    Keep = Callable[[ItemTable], ItemTable]  # returns what is wanted of a page of a table
 
 NAME_DIGITS = 8
 PLAN = "plan"  # of remembered plans
@@ -380,18 +382,18 @@ def folder_of(project: Project, prepared: Prepared) -> ModelFolder:
     return ModelFolder(project.config.train.models / prepared.name)
 
 
-def items_of(project: Project, table: str, split: str | None) -> ItemTable:
+def items_of(project: Project, table: str, split: str | None, keep: Keep = lambda page: page) -> ItemTable:
     """Return the items of a split; all items if the data set has no splits and none was named."""
-    if split is not None and split in (chosen := items_in(project, table, split)).splits:
+    if split is not None and split in (chosen := items_in(project, table, split, keep)).splits:
         return chosen
     is_whole = split is None or (split == TrainSection.model_fields["split"].default and not any(chosen.splits))
-    whole = ItemTable.read(project.cache.kind("sets"), bytes.fromhex(table))
+    whole = ItemTable.read(project.cache.kind("sets"), bytes.fromhex(table), keep)
     return whole if is_whole else whole.of_split(split or "", "train.split")
 
 
-def items_in(project: Project, table: str, split: str) -> ItemTable:
+def items_in(project: Project, table: str, split: str, keep: Keep = lambda page: page) -> ItemTable:
     """Return the items of a split, of which there may be none."""
-    return ItemTable.read(project.cache.kind("sets"), bytes.fromhex(table), lambda page: page.in_split(split))
+    return ItemTable.read(project.cache.kind("sets"), bytes.fromhex(table), lambda page: keep(page.in_split(split)))
 
 
 def with_task(config: Config) -> bool:
@@ -400,13 +402,17 @@ def with_task(config: Config) -> bool:
 
 
 def trained_table(project: Project, prepared: Prepared) -> ItemTable:
-    """Return the items that are trained on."""
+    """Return the items that are trained on; their sizes are those that the task's `cost` gives."""
     train = project.config.train
     if _sampling_of(project) != prepared.recipe.get("sampling", {}):
         what = "changed since this training was planned: its epochs would draw other items"
         undo = Command.submit("train", then="   (a new training), or restore the table")
         raise DataError(what, where=str(train.sampling.table or "train.sampling"), remedy=undo)
-    table = with_draws(items_of(project, prepared.table, train.split), train.sampling)
+
+    def keep(page: ItemTable) -> ItemTable:
+        return replace(page, sizes=task_sizes(project, prepared, page) if len(page) else {})
+
+    table = with_draws(items_of(project, prepared.table, train.split, keep), train.sampling)
     if prepared.skipped:
         table = table.take(np.setdiff1d(np.arange(len(table)), np.array(prepared.skipped, np.int64)))
     return table
@@ -427,18 +433,14 @@ def task_sizes(project: Project, prepared: Prepared, table: ItemTable) -> dict[s
 
 def steps_of(project: Project, prepared: Prepared) -> int:
     """Return how many steps a training has in all."""
-    table = trained_table(project, prepared)
-    sizes = task_sizes(project, prepared, table)
-    batch = project.config.train.effective_batch
-    return sum(-(-phase_items(table, sizes, phase).table.in_epoch // batch) * phase.epochs for phase in prepared.phases)
+    table, batch = trained_table(project, prepared), project.config.train.effective_batch
+    return sum(-(-phase_items(table, phase).table.in_epoch // batch) * phase.epochs for phase in prepared.phases)
 
 
-def phase_items(table: ItemTable, sizes: Mapping[str, Any], phase: PhasePlan) -> Items:
+def phase_items(table: ItemTable, phase: PhasePlan) -> Items:
     """Return the items of a phase and what they cost."""
-    if not (is_kept_N := phase.keeps(sizes)).all():
-        keep_N = np.flatnonzero(is_kept_N)
-        table, sizes = table.take(keep_N), {name: size_N[keep_N] for name, size_N in sizes.items()}
-    return _costed(table, sizes, phase)
+    is_kept_N = phase.keeps(table.sizes)
+    return _costed(table if is_kept_N.all() else table.take(np.flatnonzero(is_kept_N)), phase)
 
 
 def validation_items(project: Project, prepared: Prepared) -> Items | None:
@@ -462,14 +464,14 @@ def evaluated_items(project: Project, prepared: Prepared, table: ItemTable, limi
     if limit is not None and limit < len(table):
         chosen = np.random.default_rng(project.config.train.seed).choice(len(table), limit, replace=False)
         table = table.take(np.sort(chosen))
-    return _costed(table, task_sizes(project, prepared, table), prepared.phases[-1])
+    return _costed(replace(table, sizes=task_sizes(project, prepared, table)), prepared.phases[-1])
 
 
-def _costed(table: ItemTable, sizes: Mapping[str, Any], phase: PhasePlan) -> Items:
+def _costed(table: ItemTable, phase: PhasePlan) -> Items:
     """Return items and their costs in a phase; their sizes are dropped to save memory."""
     from pipeline.training.loop.train import Items
 
-    return Items(replace(table, sizes={}), phase.cost(sizes), likeness(sizes))
+    return Items(replace(table, sizes={}), phase.cost(table.sizes), likeness(table.sizes))
 
 
 def size_names(project: Project) -> list[str]:

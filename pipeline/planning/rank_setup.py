@@ -21,7 +21,6 @@ from pipeline.cluster.verdict import UNFIT
 from pipeline.command_line import Command
 from pipeline.config.site_profiles import anchored
 from pipeline.dataset.reader_items import is_reader
-from pipeline.device.host import keep_freed_memory
 from pipeline.device.kinds import CARD, CPU
 from pipeline.errors import JobFailed, NodeUnfit, PipelineError
 from pipeline.graphs.make_graphs import HEADER_BYTES
@@ -83,7 +82,6 @@ def _look_at_node(project: Project, folder: RunFolder, prepared: Prepared, conte
 def take_device(project: Project, local_rank: int, prepared: Prepared) -> str:
     """Return the device of a rank and make it current. The allocator must be configured before torch uses it."""
     if not project.config.cluster.train.gpus:
-        keep_freed_memory(prepared.heap_bytes)
         return CPU
     if prepared.allocator:
         set_allocator(prepared.allocator)

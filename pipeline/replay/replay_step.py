@@ -25,7 +25,7 @@ from pipeline.files import json_object
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import RunFolder
 from pipeline.planning.points import named_point
-from pipeline.planning.prepare import folder_of, task_sizes, trained_table
+from pipeline.planning.prepare import folder_of, trained_table
 from pipeline.planning.rank_setup import set_allocator
 from pipeline.planning.training_work import Work, configs_of_stages, least_of, target_of
 from pipeline.planning.trainings import read_trainings, view_of
@@ -208,7 +208,7 @@ class ReplayedShare:
 
 def _sizes(case: ReplayCase, place: int) -> Mapping[str, Any]:
     """Return the sizes of the items of a phase, as the task says them."""
-    sizes = task_sizes(case.project, case.prepared, trained_table(case.project, case.prepared))
+    sizes = trained_table(case.project, case.prepared).sizes
     keep_N = case.prepared.phases[place].keeps(sizes)
     return {name: size_N[keep_N] for name, size_N in sizes.items()}
 

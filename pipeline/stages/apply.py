@@ -22,6 +22,7 @@ from pipeline.command_line import Command, quoted
 from pipeline.dataset.loading import made_table, rows_of, source_of
 from pipeline.dataset.reader_items import is_reader, reader_of, unmade
 from pipeline.dataset.worklist import Shard, StageSurvey, frozen_items, read_shards
+from pipeline.device.host import keep_freed_memory
 from pipeline.errors import ConfigError, DataError, JobFailed, PipelineError
 from pipeline.journal.attempts import left_out_items
 from pipeline.journal.run_folder import writing_run
@@ -324,6 +325,7 @@ class ApplyStage(Stage):
         with closing(join_ranks(use.view, folder, applied.prepared, context)) as ranks:
             view = staged(use.view, lambda: [use.items(applied.prepared)], ranks, context, log_line)
             work = Work.of(view.config, beside=project.beside)
+            keep_freed_memory(applied.prepared.heap_bytes)
             with blamed(work.task):
                 yield from self.apply(self._job(use, view, work, folder, applied, context, ranks, share))
 

@@ -17,6 +17,7 @@ from pipeline.dataset.early_items import refuse_other_width, refuse_sequences, r
 from pipeline.dataset.loading import rows_of, source_of
 from pipeline.dataset.reader_items import refuse_crop, unmade
 from pipeline.dataset.worklist import Shard, StageSurvey, read_shard
+from pipeline.device.host import keep_freed_memory
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.journal.attempts import left_out_items
@@ -30,7 +31,6 @@ from pipeline.planning.prepare import (
     known_plan,
     phase_items,
     tables_of,
-    task_sizes,
     trained_table,
     validation_items,
     with_task,
@@ -278,6 +278,7 @@ def train_there(
             project = staged(project, partial(tables_of, project, prepared), ranks, context, log_line)
             job = replace(job_of(project, folder, prepared, context, ranks, mend), prune=prune, claim=claim)
             job = job if sharing == 1 else in_its_part(job, device_here(project.config.cluster.train.gpus))
+            keep_freed_memory(prepared.heap_bytes)  # only now: what read the items is not needed again
             with blamed(Work.of(project.config, beside=project.beside).task):
                 yield from train(job, before)
     except BaseException as error:
@@ -333,7 +334,6 @@ def job_of(
     )
     validation = validation_items(project, prepared)  # first: its memory is freed before the others are read
     table = trained_table(project, prepared)
-    sizes, table = task_sizes(project, prepared, table), replace(table, sizes={})  # most of what an item takes
     made = folder_of(project, prepared)
     if ranks.rank == 0:
         with writing_run(made.path, "train.models"):
@@ -353,7 +353,7 @@ def job_of(
         make_step=lambda begin: _step(work, choice, ranks, device, begin, is_spread=prepared.sharded),
         source=lambda items: source_of(project, items, damaged),
         embeddings=lambda: rows_of(project),
-        phases=[(phase, phase_items(table, sizes, phase)) for phase in prepared.phases],
+        phases=[(phase, phase_items(table, phase)) for phase in prepared.phases],
         validation=validation,
         ranks=ranks,
         context=context,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipeline.memory.planning.memory_plan import CostModel
+from pipeline.memory.planning.memory_plan import CostModel, by_page
 from pipeline.training.sampling import SamplerSettings, narrow
 
 if TYPE_CHECKING:
@@ -127,12 +127,13 @@ def likeness(sizes: Mapping[str, Integers]) -> Integers:
 
     Plans and ranks may change while a model is trained; the order of its steps must not.
     """
-    total_N = np.zeros(len(next(iter(sizes.values()))))
-    for size_N in sizes.values():
-        total_N += size_N / max(1e-9, float(np.mean(size_N)))
-    total_N /= len(sizes)
-    total_N *= UNIT
-    return narrow(np.maximum(np.rint(total_N, out=total_N), 1, out=total_N).astype(np.int64))
+    means = {name: max(1e-9, float(np.mean(size_N))) for name, size_N in sizes.items()}
+
+    def of(page: Mapping[str, Integers]) -> NDArray[np.float64]:
+        total = sum((size_N / means[name] for name, size_N in page.items()), start=np.zeros(1))
+        return np.maximum(np.rint(total / len(sizes) * UNIT), 1)
+
+    return narrow(by_page(sizes, of))
 
 
 def sampler_settings(batch: int, budget_bytes: int, *, padding: float | None, **more: Any) -> SamplerSettings:

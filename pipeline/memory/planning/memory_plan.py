@@ -201,6 +201,7 @@ def weakest(cards: Sequence[CardSpec]) -> CardSpec:
     )
 
 
+PAGE = 1 << 15  # items
 MOST_COST = 1 << 52  # the sampler adds costs in float64
 ITEM = "item"  # the term that is the same for every item; others name sizes, such as `nodes` or `nodes*edges`
 
@@ -214,20 +215,26 @@ class CostModel:
 
     def cost(self, sizes: Mapping[str, Integers], most: int = MOST_COST) -> Integers:
         """Return each item's cost as a whole number of bytes from 1 to `most`, without the base."""
-        total_N = np.zeros(len(next(iter(sizes.values()))))
-        for term, weight in self.weights.items():
-            product_N = product_of(term, sizes)
-            product_N *= weight
-            total_N += product_N
-        return np.clip(np.ceil(total_N, out=total_N), 1, most, out=total_N).astype(np.int64)
+
+        def of(page: Mapping[str, Integers]) -> Floats:
+            terms = (product_of(term, page) * weight for term, weight in self.weights.items())
+            return np.clip(np.ceil(sum(terms, start=np.zeros(1))), 1, most)
+
+        return by_page(sizes, of)
+
+
+def by_page(sizes: Mapping[str, Integers], of: Callable[[Mapping[str, Integers]], Floats]) -> Integers:
+    """Return a whole number for each item, a page at a time: all at once would take several times the memory."""
+    number_N = np.empty(len(next(iter(sizes.values()))), np.int64)
+    for at in range(0, len(number_N), PAGE):
+        number_N[at : at + PAGE] = of({name: size_N[at : at + PAGE] for name, size_N in sizes.items()})
+    return number_N
 
 
 def product_of(term: str, sizes: Mapping[str, Integers]) -> Floats:
     """Return the value of a term for each item."""
-    product_N = np.ones(len(next(iter(sizes.values()))))
-    for name in () if term == ITEM else term.split("*"):
-        product_N *= sizes[name]
-    return product_N
+    factors = () if term == ITEM else term.split("*")
+    return np.asarray(np.prod([np.ones(len(next(iter(sizes.values())))), *(sizes[one] for one in factors)], axis=0))
 
 
 @dataclass(frozen=True, slots=True)
