@@ -81,13 +81,12 @@ def _look_at_node(project: Project, folder: RunFolder, prepared: Prepared, conte
 
 def take_device(project: Project, local_rank: int, prepared: Prepared) -> str:
     """Return the device of a rank and make it current. The allocator must be configured before torch uses it."""
-    if not project.config.cluster.train.gpus:
-        return CPU
-    if prepared.allocator:
-        set_allocator(prepared.allocator)
-    from pipeline.device.accelerator import select_card
+    if project.config.cluster.train.gpus:
+        if prepared.allocator:
+            set_allocator(prepared.allocator)
+        from pipeline.device.accelerator import select_card
 
-    select_card(local_rank)
+        select_card(local_rank)
     return device_here(project.config.cluster.train.gpus)
 
 

@@ -17,7 +17,7 @@ from pipeline.dataset.early_items import refuse_other_width, refuse_sequences, r
 from pipeline.dataset.loading import rows_of, source_of
 from pipeline.dataset.reader_items import refuse_crop, unmade
 from pipeline.dataset.worklist import Shard, StageSurvey, read_shard
-from pipeline.device.host import keep_freed_memory
+from pipeline.device.host import keep_freed_memory, trim_heap
 from pipeline.device.kinds import CPU
 from pipeline.errors import ConfigError
 from pipeline.journal.attempts import left_out_items
@@ -278,7 +278,8 @@ def train_there(
             project = staged(project, partial(tables_of, project, prepared), ranks, context, log_line)
             job = replace(job_of(project, folder, prepared, context, ranks, mend), prune=prune, claim=claim)
             job = job if sharing == 1 else in_its_part(job, device_here(project.config.cluster.train.gpus))
-            keep_freed_memory(prepared.heap_bytes)  # only now: what read the items is not needed again
+            trim_heap()  # of what read the items
+            keep_freed_memory(prepared.heap_bytes)
             with blamed(Work.of(project.config, beside=project.beside).task):
                 yield from train(job, before)
     except BaseException as error:

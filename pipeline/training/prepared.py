@@ -127,13 +127,8 @@ def likeness(sizes: Mapping[str, Integers]) -> Integers:
 
     Plans and ranks may change while a model is trained; the order of its steps must not.
     """
-    means = {name: max(1e-9, float(np.mean(size_N))) for name, size_N in sizes.items()}
-
-    def of(page: Mapping[str, Integers]) -> NDArray[np.float64]:
-        total = sum((size_N / means[name] for name, size_N in page.items()), start=np.zeros(1))
-        return np.maximum(np.rint(total / len(sizes) * UNIT), 1)
-
-    return narrow(by_page(sizes, of))
+    mean = {name: max(1e-9, float(np.mean(size_N))) for name, size_N in sizes.items()}
+    return narrow(by_page(sizes, lambda page: np.rint(sum(page[a] / mean[a] for a in mean) / len(mean) * UNIT).clip(1)))
 
 
 def sampler_settings(batch: int, budget_bytes: int, *, padding: float | None, **more: Any) -> SamplerSettings:

@@ -128,12 +128,12 @@ class EpochOrder:
         window = int(np.searchsorted(self._starts, step, side="right")) - 1
         return np.array(self._arranged(epoch, window)[step - self._starts[window]])
 
-    def _shuffle(self, epoch: int) -> NDArray[np.signedinteger]:
+    def _shuffle(self, epoch: int) -> NDArray[np.int32]:
         """Return all items in the epoch's random order."""
         settings = self._settings
         order_N = shuffled(self._items, settings.seed, epoch) if settings.shuffle else np.arange(self._items)
         drawn_N = order_N if self._draws is None else self._draws.epoch(settings.seed, epoch)[order_N]
-        return drawn_N.astype(np.int32 if self._items <= np.iinfo(np.int32).max else np.int64)
+        return drawn_N.astype(np.int32, copy=False)
 
     def _arrange(self, epoch: int, window: int) -> Integers:
         """Return the items of a window's steps [S, E]."""
@@ -166,16 +166,21 @@ def random_bits(count: int, seed: int, epoch: int, stream: int) -> NDArray[np.ui
     return np.asarray(generator.random_raw(count), dtype=np.uint64)
 
 
-def shuffled(count: int, seed: int, epoch: int) -> Integers:
-    """Return 0 … count-1 in random order, by sorting random numbers with the index in their last bits."""
-    mask = np.uint64((1 << count.bit_length()) - 1)
+def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
+    """Return 0 … count-1 in random order, by sorting random numbers with the index in their last bits.
+
+    All of it happens in the memory of these numbers, part by part; half of it is given back.
+    """
+    mask, parts = np.uint64((1 << count.bit_length()) - 1), range(0, count, WINDOW)
     keys_N = random_bits(count, seed, epoch, SHUFFLE)
     keys_N &= ~mask
-    for start in range(0, count, WINDOW):  # each a part, for all at once would take as much memory again
+    for start in parts:
         keys_N[start : start + WINDOW] |= np.arange(start, min(start + WINDOW, count), dtype=np.uint64)
     keys_N.sort()
-    keys_N &= mask
-    return keys_N.view(np.int64)
+    for start in parts:
+        keys_N.view(np.int32)[start : start + WINDOW][: count - start] = keys_N[start : start + WINDOW] & mask
+    keys_N.resize(-(-count // 2), refcheck=False)
+    return keys_N.view(np.int32)[:count]
 
 
 def narrow(size_N: Integers) -> Integers:

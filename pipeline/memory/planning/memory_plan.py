@@ -215,12 +215,8 @@ class CostModel:
 
     def cost(self, sizes: Mapping[str, Integers], most: int = MOST_COST) -> Integers:
         """Return each item's cost as a whole number of bytes from 1 to `most`, without the base."""
-
-        def of(page: Mapping[str, Integers]) -> Floats:
-            terms = (product_of(term, page) * weight for term, weight in self.weights.items())
-            return np.clip(np.ceil(sum(terms, start=np.zeros(1))), 1, most)
-
-        return by_page(sizes, of)
+        terms = self.weights.items()
+        return by_page(sizes, lambda page: np.ceil(sum(product_of(one, page) * w for one, w in terms)).clip(1, most))
 
 
 def by_page(sizes: Mapping[str, Integers], of: Callable[[Mapping[str, Integers]], Floats]) -> Integers:

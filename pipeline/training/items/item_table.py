@@ -53,7 +53,7 @@ class PackedTexts:
     @classmethod
     def of(cls, bytes_T: NDArray[np.uint8], end_N: Integers) -> PackedTexts:
         """Return consecutive texts, given their ends."""
-        bounds = np.concatenate([np.zeros(1, np.int64), end_N])
+        bounds = np.concatenate([np.zeros(1, end_N.dtype), end_N])
         return cls(bytes_T, bounds[:-1], bounds[1:])
 
     def __len__(self) -> int:
@@ -172,7 +172,8 @@ class ItemTable:
             builder = TableBuilder()
             for page in pages:
                 builder.add_page(cls.read(store, page, keep))
-            return builder.views()
+            table = builder.views()
+            return replace(table, ids=PackedTexts.of(table.ids.bytes_T, narrow(table.ids.end_N)))
         if meta["format"] != FORMAT:
             raise ValueError(f"a table of format {meta['format']}, not {FORMAT}")
         table = cls(
