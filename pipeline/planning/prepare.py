@@ -36,7 +36,7 @@ from pipeline.memory.history import torch_version
 from pipeline.memory.planning.memory_plan import weakest
 from pipeline.planning.sampled_items import with_draws
 from pipeline.planning.task_contract import GRAPH
-from pipeline.planning.training_work import Work, sizes_of
+from pipeline.planning.training_work import Work, costs_of
 from pipeline.project.project import once
 from pipeline.project.run_code import package_digest
 from pipeline.project.user_code import TaskCode, plans_folder, task_code
@@ -44,6 +44,7 @@ from pipeline.structures.sources.source_rows import cannot_open
 from pipeline.training.items.item_source import NUMBERS
 from pipeline.training.items.item_table import ItemTable
 from pipeline.training.prepared import ModelFolder, Prepared, likeness, phase_plan
+from pipeline.training.sampling import narrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from pipeline.memory.outlook import TrainOutlook
     from pipeline.planning.offers import Question
     from pipeline.project.project import Project
+    from pipeline.protocol import Task
     from pipeline.training.loop.train import Items
     from pipeline.training.prepared import PhasePlan
 
@@ -402,16 +404,13 @@ def with_task(config: Config) -> bool:
 
 
 def trained_table(project: Project, prepared: Prepared) -> ItemTable:
-    """Return the items that are trained on; their sizes are those that the task's `cost` gives."""
+    """Return the items that are trained on; their sizes are the task's, cropped as planned."""
     train = project.config.train
     if _sampling_of(project) != prepared.recipe.get("sampling", {}):
         what = "changed since this training was planned: its epochs would draw other items"
         undo = Command.submit("train", then="   (a new training), or restore the table")
         raise DataError(what, where=str(train.sampling.table or "train.sampling"), remedy=undo)
-
-    def keep(page: ItemTable) -> ItemTable:
-        return replace(page, sizes=task_sizes(project, prepared, page) if len(page) else {})
-
+    keep = partial(sized, Work.of(project.config, beside=project.beside).task, prepared)
     table = with_draws(items_of(project, prepared.table, train.split, keep), train.sampling)
     if prepared.skipped:
         table = table.take(np.setdiff1d(np.arange(len(table)), np.array(prepared.skipped, np.int64)))
@@ -424,11 +423,11 @@ def tables_of(project: Project, prepared: Prepared) -> list[ItemTable]:
     return [trained_table(project, prepared), *([validation.table] if validation else [])]
 
 
-def task_sizes(project: Project, prepared: Prepared, table: ItemTable) -> dict[str, Any]:
-    """Return the sizes of items as the task's `cost` gives them, cropped as planned."""
-    sizes = sizes_of(Work.of(project.config, beside=project.beside).task, table.sizes)
-    crop = prepared.crop.items()
-    return sizes | {name: np.minimum(sizes[name], np.int64(most)) for name, most in crop if name in sizes}
+def sized(task: Task, prepared: Prepared, table: ItemTable) -> ItemTable:
+    """Return items with the sizes that the task's `cost` gives, cropped as planned."""
+    sizes = costs_of(task, table.sizes) if len(table) else {}
+    crop = ((name, np.int64(most)) for name, most in prepared.crop.items() if name in sizes)
+    return replace(table, sizes=sizes | {name: narrow(np.minimum(sizes[name], most)) for name, most in crop})
 
 
 def steps_of(project: Project, prepared: Prepared) -> int:
@@ -464,7 +463,7 @@ def evaluated_items(project: Project, prepared: Prepared, table: ItemTable, limi
     if limit is not None and limit < len(table):
         chosen = np.random.default_rng(project.config.train.seed).choice(len(table), limit, replace=False)
         table = table.take(np.sort(chosen))
-    return _costed(replace(table, sizes=task_sizes(project, prepared, table)), prepared.phases[-1])
+    return _costed(sized(Work.of(project.config, beside=project.beside).task, prepared, table), prepared.phases[-1])
 
 
 def _costed(table: ItemTable, phase: PhasePlan) -> Items:

@@ -304,20 +304,8 @@ def traces_folder(config: Config, work: Work, least: Sizes, capability: tuple[in
 
 
 def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Integers]:
-    """Return the sizes of every item that drive memory, as the task's `cost` names them."""
-    items = len(next(iter(item_sizes.values()), ()))
-    try:
-        pages = [
-            _costs(task, {name: size_N[at : at + PAGE] for name, size_N in item_sizes.items()})
-            for at in range(0, max(1, items), PAGE)
-        ]
-        sizes = {name: np.concatenate([page.pop(name) for page in pages]) for name in list(pages[0])}
-    except Exception as error:
-        blame = user_code_failed(
-            f"cost() of all items at once, whose sizes are arrays ({', '.join(item_sizes)}),", error
-        )
-        blame.next = "write cost() with numpy: item['nodes'] * 2, np.maximum(item['edges'], 10), np.where(...)"
-        raise blame from error
+    """Return the sizes of every item that drive memory, as the task's `cost` names them; refuse what cannot be."""
+    items, sizes = len(next(iter(item_sizes.values()), ())), costs_of(task, item_sizes)
     if not sizes:
         raise ConfigError("cost() names no size", where="train.task", remedy="return at least one, such as nodes")
     if ITEMS in sizes:
@@ -329,6 +317,23 @@ def sizes_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Intege
     if items and not any(values_N.any() for values_N in sizes.values()):
         raise ConfigError("cost() is 0 for every item", where="train.task", remedy="return sizes that drive memory")
     return sizes
+
+
+def costs_of(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Integers]:
+    """Return what the task's `cost` says of items, asked page by page."""
+    items = len(next(iter(item_sizes.values()), ()))
+    try:
+        pages = [
+            _costs(task, {name: size_N[at : at + PAGE] for name, size_N in item_sizes.items()})
+            for at in range(0, max(1, items), PAGE)
+        ]
+        return {name: np.concatenate([page.pop(name) for page in pages]) for name in list(pages[0])}
+    except Exception as error:
+        blame = user_code_failed(
+            f"cost() of all items at once, whose sizes are arrays ({', '.join(item_sizes)}),", error
+        )
+        blame.next = "write cost() with numpy: item['nodes'] * 2, np.maximum(item['edges'], 10), np.where(...)"
+        raise blame from error
 
 
 def _costs(task: Task, item_sizes: Mapping[str, Integers]) -> dict[str, Integers]:

@@ -325,9 +325,10 @@ class ApplyStage(Stage):
         with closing(join_ranks(use.view, folder, applied.prepared, context)) as ranks:
             view = staged(use.view, lambda: [use.items(applied.prepared)], ranks, context, log_line)
             work = Work.of(view.config, beside=project.beside)
-            keep_freed_memory(applied.prepared.heap_bytes)
             with blamed(work.task):
-                yield from self.apply(self._job(use, view, work, folder, applied, context, ranks, share))
+                job = self._job(use, view, work, folder, applied, context, ranks, share)
+                keep_freed_memory(0 if use.resources.gpus else applied.prepared.heap_bytes)
+                yield from self.apply(job)
 
     def check(self, project: Project, folder: RunFolder, judged: ModelUse) -> list[str]:  # noqa: ARG002
         """Return remarks."""

@@ -167,7 +167,7 @@ class Neighbours:
         must(code == 0, "the last repair failed", lambda: said)
         for neighbour in self.all:
             deadline = time.monotonic() + WAITS_S
-            while neighbour.submits("train", self.files, is_doubtful=True) == "refused":
+            while neighbour.submits("train", self.files, is_doubtful=True, was_mended=True) == "refused":
                 must(time.monotonic() < deadline, "the last training is refused for ever")
                 time.sleep(PAUSE_S[1])
         self._wait()

@@ -36,7 +36,13 @@ class Submitted:
     seen: list[Files]  # the states of the data since then
     deeds: list[str] = field(default_factory=list)
     cancelled: bool = False
+    is_doubtful: bool = False  # the cache may have been damaged before
     began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def met_damage(self) -> bool:
+        """Whether it may have found records damaged."""
+        return self.is_doubtful or DAMAGE in self.deeds
 
 
 @dataclass
@@ -88,7 +94,7 @@ class Neighbour:
         self.variant = variant
         write_settings(self.folder, {**self.settings, **variant})
 
-    def submits(self, stage: str, files: Files, *, is_doubtful: bool) -> str:
+    def submits(self, stage: str, files: Files, *, is_doubtful: bool, was_mended: bool = False) -> str:
         """Submit a stage; return how that went."""
         code, said = self.types("submit", "--stage", stage, "--executor", self.executor)
         if refusal := refused(code, said):
@@ -100,8 +106,8 @@ class Neighbour:
             return "met damage"
         must(code == 0, f"submit ended with {code}", lambda: said)
         run = Run(Project(self.folder), self.runs()[-1])
-        deeds = [DAMAGE] if is_doubtful else []
-        self.now = Submitted(run, stage, {**self.settings, **self.variant}, [files], deeds)
+        settings = {**self.settings, **self.variant}
+        self.now = Submitted(run, stage, settings, [files], is_doubtful=is_doubtful and not was_mended)
         return f"submit {stage}"
 
     def cancels(self) -> str:
@@ -133,7 +139,7 @@ class Neighbour:
         if trouble := untrue(told, state, ended, self.who):
             must(False, f"{ended.run.name} ({', '.join(ended.deeds)}): {trouble}", ended.run.story)
         if state is not State.DONE:
-            if DAMAGE in ended.deeds:  # a later run may continue what it trained, and tells what that lacks
+            if ended.met_damage:  # a later run may continue what it trained, and tells what that lacks
                 self.incomplete |= {folder.name for folder in (self.folder / "models").glob("*")}
             return f"{state.value} run"
         self._counted(ended, told)
@@ -175,7 +181,7 @@ class Neighbour:
         assert found is not None
         folder = self.folder / "models" / Path(found[1]).name
         wrong = agrees(folder.name, bits(folder), [twins.of(ended.settings, files) for files in ended.seen])
-        is_known = DAMAGE in ended.deeds or folder.name in self.incomplete
+        is_known = ended.met_damage or folder.name in self.incomplete
         if wrong and is_known and re.search("skipped: (its|their) records in the cache are damaged", told):
             self.incomplete.add(folder.name)
             return "model without a damaged item"

@@ -120,7 +120,7 @@ READER_BYTES = 128 * MIB  # of a process that reads: its own, and changed pages 
 PAGE_CACHE_BYTES = 256 * MIB  # to read ahead, and for pages of a checkpoint that are not on the disk yet
 LEAST_MARGIN = 0.05  # peaks of a process lie between the samples
 RING_GROWTH, RING_UNIT = 9 / 8, MIB  # batches of one budget differ a little: room for larger ones
-DRAWN_BYTES = 20  # of an item, while an epoch is shuffled: random numbers, their order, the order that is kept
+DRAWN_BYTES = 12  # of an item, while an epoch is shuffled: random numbers, and the order of an earlier epoch
 KEY_BYTES, ID_BYTES, OFFSET_BYTES, STORED_SIZE_BYTES = 16, 16, 8, 4  # in the table of a data set
 BASELINE, CONTEXT, KEPT = "interpreter and torch", "CUDA context", "kept by malloc"
 

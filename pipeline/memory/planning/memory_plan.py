@@ -201,7 +201,7 @@ def weakest(cards: Sequence[CardSpec]) -> CardSpec:
     )
 
 
-PAGE = 1 << 15  # items
+AT_ONCE = 1 << 15  # items whose numbers are reckoned together
 MOST_COST = 1 << 52  # the sampler adds costs in float64
 ITEM = "item"  # the term that is the same for every item; others name sizes, such as `nodes` or `nodes*edges`
 
@@ -219,11 +219,11 @@ class CostModel:
         return by_page(sizes, lambda page: np.ceil(sum(product_of(one, page) * w for one, w in terms)).clip(1, most))
 
 
-def by_page(sizes: Mapping[str, Integers], of: Callable[[Mapping[str, Integers]], Floats]) -> Integers:
-    """Return a whole number for each item, a page at a time: all at once would take several times the memory."""
-    number_N = np.empty(len(next(iter(sizes.values()))), np.int64)
-    for at in range(0, len(number_N), PAGE):
-        number_N[at : at + PAGE] = of({name: size_N[at : at + PAGE] for name, size_N in sizes.items()})
+def by_page(sizes: Mapping[str, Integers], reckon: Callable[[Mapping[str, Integers]], Floats]) -> Integers:
+    """Return a whole number for each item, some items at a time: all at once would take several times the memory."""
+    number_N = np.empty(len(next(iter(sizes.values()), ())), np.int64)
+    for at in range(0, len(number_N), AT_ONCE):
+        number_N[at : at + AT_ONCE] = reckon({name: size_N[at : at + AT_ONCE] for name, size_N in sizes.items()})
     return number_N
 
 

@@ -82,7 +82,7 @@ class ItemTable:
     key_N16: NDArray[np.uint8]  # of graphs, or the digests of what a reader gives
     split_N: NDArray[np.uint8]
     splits: tuple[str, ...]
-    sizes: Mapping[str, Integers]  # each [N], in the type they are stored in: products of them may overflow
+    sizes: Mapping[str, Integers]  # each [N], mostly of 32 bits: products of them may overflow
     items: PackedTexts | None = None  # or places, as JSON
     labels: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # each [N]; NaN where it is unknown
     draws: Draws | None = None  # how an epoch samples the items; None: each once

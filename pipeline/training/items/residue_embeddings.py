@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Copies = Sequence[tuple["Text", "StoredEmbedding"]]
 
 EMBED_AGAIN = Command.submit("embed", then=f"   ({ONLY_MISSING})")
-REMEMBERED = 4096  # places of embeddings, such as of a receptor with many ligands: less than a kilobyte each
+REMEMBERED = 4096  # places of the newest embeddings: less than a kilobyte each
 _NO_ROWS: Array = np.empty(0)  # of a record that has none
 _DTYPES = {"fp32": ("float32", np.float32), "fp16": ("float16", np.float16), "bf16": ("bfloat16", np.uint16)}
 

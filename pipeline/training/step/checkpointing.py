@@ -104,7 +104,7 @@ def repeated(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
-SMALLEST_BYTES = 1 << 12  # little: else a smaller batch, just below, could keep more on the device than a larger one
+SMALLEST_BYTES = 1 << 12  # small, else a batch of tensors just below it would keep more on the device than a larger
 
 
 class Pinned:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,11 +10,13 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError
 from pipeline.keys import recipe_key
-from pipeline.planning.prepare import phase_items
+from pipeline.memory.planning import memory_plan
+from pipeline.planning.prepare import phase_items, sized
 from pipeline.records import Item, Part, Role
 from pipeline.store.cache_folder import CacheFolder
-from pipeline.training.items.item_table import ItemTable, TableBuilder
-from pipeline.training.prepared import PhasePlan
+from pipeline.training.items import item_table
+from pipeline.training.items.item_table import ItemTable, TableBuilder, TablePages
+from pipeline.training.prepared import PhasePlan, likeness
 from tests.testkit.counted import calls_of
 
 ROWS = st.lists(
@@ -130,6 +133,44 @@ def test_a_training_keeps_of_each_item_its_name_key_and_costs_and_never_has_it_t
     assert len(items.table) == len(items.cost_N) == count
     assert kept < 64 * count  # two numbers of what it costs, its key, its name and where that begins and ends
     assert most < 165 * count
+
+
+class OfTheLargest:
+    """A task that cannot say what no items cost."""
+
+    def cost(self, item):
+        return {"atoms": np.minimum(item["nodes"], item["nodes"].max()) * 3}
+
+
+def test_a_table_of_pages_is_read_in_the_sizes_of_a_task_and_makes_the_same_table_again(store, monkeypatch):
+    monkeypatch.setattr(item_table, "PAGE", 3)
+    rows = [(f"i{n}", recipe_key("t", {"n": n}), "ab"[3 <= n < 6], max(0, n - 2)) for n in range(11)]
+    pages = TablePages(store)
+    for first in range(0, 11, 3):  # the first costs nothing, the second has no item of the split
+        pages.add(builder_of(rows[first : first + 3]))
+    key, task, prepared = pages.write(), OfTheLargest(), SimpleNamespace(crop={"atoms": 20, "other": 1})
+    table = ItemTable.read(store, key, lambda page: sized(task, prepared, page.in_split("a")))
+    kept = [row for row in rows if row[2] == "a"]
+    assert [table.ids[number] for number in range(len(table))] == [row[0] for row in kept]
+    assert {name: size_N.tolist() for name, size_N in table.sizes.items()} == {
+        "atoms": [min(20, 3 * row[3]) for row in kept]
+    }
+    again = TableBuilder()
+    again.add_page(ItemTable.read(store, key))
+    assert again.write(store) == builder_of(rows).write(store)
+
+
+def test_costs_and_likenesses_are_the_same_however_many_items_are_reckoned_together(monkeypatch):
+    numbers_N = np.random.default_rng(0).integers(1, 9000, 100)
+    sizes = {"nodes": numbers_N.astype(np.int32), "pairs": numbers_N * 7}
+    phase = PhasePlan("all", 1, 1 << 20, 0, 0, 0, {"item": 2.5, "nodes*pairs": 0.3, "pairs": 1.1})
+    at_once = phase.cost(sizes), likeness(sizes)
+    monkeypatch.setattr(memory_plan, "AT_ONCE", 7)
+    for one, other in zip(at_once, (phase.cost(sizes), likeness(sizes)), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    assert at_once[0].max() == 1 << 20
+    assert at_once[0].min() == np.ceil(2.5 + (0.3 * 7 * numbers_N + 7.7) * numbers_N).min()
 
 
 def labelled(labels):

@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 from pipeline.errors import ConfigError, DataError, PlanInfeasible
 from pipeline.training.loop.phase import worst_of
 from pipeline.training.prepared import COST, LIKENESS, sampler_settings
-from pipeline.training.sampling import ORDER_VERSION, Sampler, SamplerSettings, deal_to_ranks
+from pipeline.training.sampling import (
+    ORDER_VERSION,
+    SHUFFLE,
+    WINDOW,
+    Sampler,
+    SamplerSettings,
+    deal_to_ranks,
+    random_bits,
+    shuffled,
+)
 
 relaxed = settings(deadline=None, max_examples=50)  # other work may share the machine
 RANKS = (1, 2, 3, 8)
@@ -237,6 +246,13 @@ def test_the_order_of_a_seed_is_what_it_was(digest):
         shares = [sampler.shares(2, step) for step in range(sampler.steps)]
         order = [[[part.tolist() for part in share] for share in step] for step in shares]
     assert hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16] == digest
+
+
+@pytest.mark.parametrize("count", [1, WINDOW - 1, WINDOW, 2 * WINDOW + 1])
+def test_an_order_that_is_made_part_by_part_is_that_of_all_at_once(count):
+    mask = np.uint64((1 << count.bit_length()) - 1)
+    keys_N = random_bits(count, 7, 2, SHUFFLE) & ~mask | np.arange(count, dtype=np.uint64)
+    assert shuffled(count, 7, 2).tolist() == (np.sort(keys_N) & mask).tolist()
 
 
 def test_without_shuffling_each_window_comes_in_file_order_largest_items_first():
