@@ -248,12 +248,12 @@ def test_the_meter_of_this_process_sees_memory_come_and_its_peak_stay() -> None:
     meter = ProcessMeter()
     meter.reset_peak()
     before = meter.read()
-    held = torch.ones(64 * MB // 4)
+    held = torch.ones(256 * MB // 4)  # much more than other tests' threads free meanwhile
     during = meter.read()
     del held
     after = meter.read()
-    assert during.reserved_bytes - before.reserved_bytes > 56 * MB
-    assert after.peak_reserved_bytes - after.reserved_bytes > 56 * MB
+    assert during.reserved_bytes - before.reserved_bytes > 224 * MB
+    assert after.peak_reserved_bytes - after.reserved_bytes > 224 * MB
     meter.reset_peak()
     assert meter.read().peak_reserved_bytes - after.reserved_bytes < 32 * MB
 
