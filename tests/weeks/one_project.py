@@ -139,7 +139,7 @@ class Neighbour:
         if trouble := untrue(told, state, ended, self.who):
             must(False, f"{ended.run.name} ({', '.join(ended.deeds)}): {trouble}", ended.run.story)
         if state is not State.DONE:
-            if ended.met_damage:  # a later run may continue what it trained, and tells what that lacks
+            if ended.met_damage:  # a later run may continue these models; its report says which items they lack
                 self.incomplete |= {folder.name for folder in (self.folder / "models").glob("*")}
             return f"{state.value} run"
         self._counted(ended, told)
