@@ -221,9 +221,10 @@ class TaskRunner(Node):
         often_s = LOOK_EVERY_S if notified else POLL_EVERY_S
         self.events.select(min(timeout_s, often_s) if self.running else timeout_s)
 
-    def close(self) -> None:
-        """End every task after its grace; an exception meanwhile (a second Ctrl-C) ends the grace."""
+    def close(self, begin: Callable[[], object] = lambda: None) -> None:
+        """End every task after its grace; an exception meanwhile (a second Ctrl-C), or in `begin`, ends the grace."""
         try:
+            begin()
             self._end_all()
         finally:
             for task in self.running.values():
@@ -284,10 +285,7 @@ class LocalExecutor(PlacingExecutor):
         return job_id
 
     def close(self) -> None:
-        try:
-            self.cancel(self._jobs)
-        finally:
-            self.runner.close()
+        self.runner.close(begin=lambda: self.cancel(self._jobs))
 
     @property
     def _is_busy(self) -> bool:

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -257,8 +258,14 @@ class TestClosing:
         assert not any(map(is_there, pids))
         assert {task.state for task in executor.status([waits, stubborn])} == {TaskState.CANCELLED}
 
-    def test_a_second_ctrl_c_takes_the_grace_away(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("begins_s", [0, 60])
+    def test_a_second_ctrl_c_takes_the_grace_away(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins_s: float
+    ) -> None:
+        """Also one that comes while the tasks are being told."""
         executor = LocalExecutor(SMALL, grace_s=3600)
+        tells = executor.cancel
+        monkeypatch.setattr(executor, "cancel", lambda jobs: (tells(jobs), time.sleep(begins_s)))
         body = """
 import os, signal
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

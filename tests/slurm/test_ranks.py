@@ -131,7 +131,7 @@ def test_a_rank_over_the_memory_of_its_node_is_out_of_memory(
     executor: SlurmExecutor, tmp_path: Path, nodes: int, eater: int
 ) -> None:
     """Of two nodes the step's highest exit code may hide it, then only the log tells; nor is what they took sampled."""
-    held = "held = bytearray(b'x') * (20 << 20)\n"
+    held = "held = bytearray(b'x') * (20 << 20)\ntime.sleep(2.5)\n"  # at least two samples
     eats = f"if rank == {eater}: held = bytearray(b'x') * (200 << 20)\n"
     spec = ranks(tmp_path, f"{held}{eats}lose({eater})", nodes=nodes, mem_bytes=100 * MIB)
     (task,) = finish(executor, executor.submit(spec))

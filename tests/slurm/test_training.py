@@ -12,11 +12,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.training.ranks.rank_monitor import BEAT_S
 from tests.slurm.test_by_hand import ROOT
 from tests.testkit.cluster import Cluster
 from tests.testkit.slurm_runs import SOON_S, Project, Run, at_night, make_project, until
@@ -204,6 +206,7 @@ def test_a_rank_that_is_killed_costs_a_restart_in_the_same_job_and_changes_no_bi
 def test_a_rank_that_is_stopped_costs_a_restart_in_the_same_job(project: Project, peace: dict[str, bytes]) -> None:
     run = trains(project, "stopped", "20", train__hang="15s")
     _, second = held(run)
+    time.sleep(3 * BEAT_S)  # the other has heard that it no longer saves, which may take far longer than 15 s
     os.kill(second, signal.SIGSTOP)
     lets_go(run)
     run.ends()
