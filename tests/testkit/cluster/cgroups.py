@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
@@ -55,12 +56,13 @@ def _folders(node: str) -> list[Path]:
 
 
 def _bottom_up(folder: Path) -> Iterator[Path]:
-    if not folder.is_dir():
-        return
-    for child in list(folder.iterdir()):
-        if child.is_dir():
-            yield from _bottom_up(child)
-    yield folder
+    children: list[Path] = []
+    with suppress(FileNotFoundError, NotADirectoryError):  # Slurm removes those of a job that has ended
+        children = list(folder.iterdir())
+    for child in children:
+        yield from _bottom_up(child)
+    if folder.is_dir():
+        yield folder
 
 
 def _pids(group: Path) -> list[int]:
