@@ -262,7 +262,7 @@ class TestClosing:
     def test_a_second_ctrl_c_takes_the_grace_away(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins_s: float
     ) -> None:
-        """Also one that comes while the tasks are being told."""
+        """This includes a Ctrl-C that arrives while the tasks are being cancelled."""
         executor = LocalExecutor(SMALL, grace_s=3600)
         tells = executor.cancel
         monkeypatch.setattr(executor, "cancel", lambda jobs: (tells(jobs), time.sleep(begins_s)))
